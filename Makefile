@@ -1,0 +1,36 @@
+# `make` lists what there is. demo and test set up all they need, on a bare machine too.
+VENV ?= .venv
+export PYTHON TORCH
+# One thread a process: the tests run side by side, and OpenMP threads on busy cores spin.
+ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+$(VENV)/.ready: pyproject.toml .ci/setup
+	@bash .ci/setup $(VENV)
+
+setup: $(VENV)/.ready ## the virtual environment (VENV=.venv, PYTHON=python3, TORCH=2.13.0)
+
+demo: $(VENV)/.ready ## generate with a tiny model, and compare every logprob with the training forward
+	$(VENV)/bin/unified-models demo
+
+test: lint ## lint, types and all tests (JOBS=2, PYTEST_ARGS="-k rope")
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.ready ## times of work that was first shown right
+	$(VENV)/bin/unified-models bench
+
+clean: ## remove caches and builds; the virtual environment stays
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find unified_models adapters tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,164 @@
+"""Loading a checkpoint folder: everything is checked from headers, then masters are filled one tensor at a time."""
+
+import json
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from unified_models import registry
+from unified_models.checkpoint.changes import Change
+from unified_models.checkpoint.fill import Filler
+from unified_models.checkpoint.match import FORMATS_KEY, Match, Source, match
+from unified_models.checkpoint.names import Names
+from unified_models.checkpoint.shards import Shards, open_shards
+from unified_models.config import load_json
+from unified_models.model import LanguageModel, bind_numerics
+from unified_models.weight import Weight
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did, beyond what was asked.
+
+    skipped: tensor -> reason, by the model file's rule. stray: files of the folder that were not read. unlisted:
+    tensors that the index does not name. widened: float32-compute parameters that the file holds in 16 bits.
+    changed: tensors whose packed values are not the file's. read_bytes: of tensors. peak_bytes: the most memory this
+    process ever held, mapped file pages included.
+    """
+
+    skipped: dict[str, str]
+    stray: tuple[str, ...]
+    unlisted: tuple[str, ...]
+    widened: tuple[str, ...]
+    changed: tuple[Change, ...]
+    tensors: int
+    read_bytes: int
+    seconds: float
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tensors} tensors, {self.read_bytes / 1e9:.2f} GB in {self.seconds:.1f} s, "
+            f"peak memory {self.peak_bytes / 1e9:.2f} GB"
+        ]
+        if self.skipped:
+            lines.append(
+                f"{len(self.skipped)} skipped by rule: {', '.join(set(self.skipped.values()))}"
+            )
+        lines += [f"not read: {name}" for name in (*self.stray, *self.unlisted)]
+        lines += [f"float32 parameter stored in 16 bits: {name}" for name in self.widened]
+        lines += [f"re-packed with other values: {change}" for change in self.changed]
+        return "\n".join(lines)
+
+
+def load(
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    numerics: str = "deployed",
+    weights: str = "master",
+    progress: bool = True,
+    ignore_index: bool = False,
+) -> LanguageModel:
+    """The model of a checkpoint folder, committed and ready to run; `model.load_report` says what happened.
+
+    Args:
+        numerics: "deployed" runs the checkpoint's formats: master = bf16(dequantised file value) and packed =
+            pack(master). "float32" quantises nothing: master = dequantised file value.
+        weights: "master" as above. "file" keeps the file's packed bytes and no masters, for serving only.
+        progress: show a bar when loading takes more than two seconds, on a terminal.
+        ignore_index: read every *.safetensors of the folder, whatever the index says.
+
+    Raises ValueError naming the file, the tensor or the argument and both values; everything that headers can tell is
+    checked before any tensor is read.
+    """
+    if weights not in ("master", "file"):
+        raise ValueError(f"weights must be 'master' or 'file', got {weights!r}")
+    if weights == "file" and numerics != "deployed":
+        raise ValueError(
+            f"weights='file' serves the checkpoint's formats; numerics is {numerics!r}"
+        )
+    start = time.perf_counter()
+    folder = Path(folder)
+    model = build(folder)
+    names = Names.of(model)
+    shards = open_shards(folder, ignore_index)
+    found = match_folder(names, shards)
+    if problems := found.problems():
+        told = "\n  ".join(problems)
+        raise ValueError(f"{folder}: the checkpoint does not fit {name_of(model)}\n  {told}")
+
+    bind_formats(model, found)
+    bind_numerics(model, numerics)
+    model.weights_from = weights
+    filler = Filler(shards, torch.device(device), keep_masters=weights == "master")
+    filler.fill(found.sources, progress)
+    shards.close()
+    model.to(device)
+    model.load_report = LoadReport(
+        skipped=found.skipped,
+        stray=shards.stray,
+        unlisted=shards.unlisted,
+        widened=tuple(s.tensor.name for s in found.sources if _widened(s)),
+        changed=tuple(filler.changed),
+        tensors=len(found.sources),
+        read_bytes=sum(source.size for source in found.sources),
+        seconds=time.perf_counter() - start,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    return model
+
+
+def build(folder: Path) -> LanguageModel:
+    """The model that config.json describes, its storage allocated and not yet touched."""
+    module, raw = architecture(folder)
+    model: LanguageModel = module.Model(
+        module.Config.from_json(raw, source=str(folder / "config.json"))
+    )
+    model.name_parts()
+    return model
+
+
+def name_of(model: LanguageModel) -> str:
+    """The architecture: the name of its file."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def architecture(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
+    """The model file that a folder's config.json names, and the JSON."""
+    path = folder / "config.json"
+    raw = load_json(path)
+    if "model_type" not in raw:
+        raise ValueError(f"{path}: missing key 'model_type'")
+    try:
+        return registry.find(raw["model_type"]), raw
+    except ValueError as error:
+        raise ValueError(f"{path}: model_type: {error}") from None
+
+
+def match_folder(names: Names, shards: Shards) -> Match:
+    """`match`, with what the headers say of masters."""
+    formats: dict[str, str] = {}
+    for file, metadata in zip(shards.files, shards.metadata, strict=True):
+        try:
+            formats |= json.loads(metadata.get(FORMATS_KEY, "{}"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{shards.folder / file}: metadata {FORMATS_KEY!r}: {error}") from None
+    return match(names, shards, formats)
+
+
+def bind_formats(model: LanguageModel, found: Match) -> None:
+    """Give every weight the format that the file holds."""
+    for path, weight in model.weights():
+        weight.stored = found.formats[path]
+        weight.bind(weight.stored.name)
+
+
+def _widened(source: Source) -> bool:
+    owner = source.part.owner
+    return isinstance(owner, Weight) and owner.exact and source.tensor.dtype != "F32"

@@ -1,0 +1,104 @@
+"""The sync list: every tensor that a forward reads, by its checkpoint name, out of a model and back into one."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from unified_models.checkpoint.names import Names, Part
+from unified_models.checkpoint.shards import some
+from unified_models.model import LanguageModel
+from unified_models.weight import Table, Weight
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def named_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, master or table) of everything that the forward reads, in module order.
+
+    A stacked Weight comes as one view for each of its matrices; a weight that holds packed bytes only, as its
+    dequantised float32 values, made one matrix at a time. Views share the model's storage; nothing has a gradient.
+    """
+    for part in Names.of(model).parts:
+        yield part.name, values_of(part)
+
+
+def values_of(part: Part) -> Tensor:
+    """The master values (packed only: dequantised, a copy) or the table entries of one part."""
+    owner = part.owner
+    if isinstance(owner, Table):
+        return owner.data
+    if owner.master is not None:
+        master = owner.master.detach()
+        return master if part.index is None else master[part.index]
+    packed = owner().packed
+    if part.index is not None:
+        packed = {name: values[part.index] for name, values in packed.items()}
+    return owner.format.unpack(packed, part.shape).view(part.shape)
+
+
+@torch.no_grad()
+def update(
+    model: LanguageModel, named_tensors: Iterable[tuple[str, Tensor]], strict: bool = True
+) -> None:
+    """Take new master values and table entries, and commit, in place: no storage moves.
+
+    Args:
+        named_tensors: checkpoint names, as `named_tensors(model)` yields them (any spelling that a checkpoint may
+            have), with float32, bfloat16 or float16 masters, and whole numbers for tables. All are held until all are
+            checked. Names that the model file skips by rule are passed over.
+        strict: every tensor of the model must be there.
+
+    Raises ValueError listing every problem before the first byte changes: names unknown, missing or given twice;
+    shapes; dtypes (a float32-compute parameter takes float32 only, anything else has lost bits); table entries.
+    """
+    names = Names.of(model)
+    given: dict[str, tuple[Part, Tensor]] = {}
+    problems: list[str] = []
+    unknown: list[str] = []
+    for name, values in named_tensors:
+        part = names.by_name.get(name)
+        if part is None:
+            unknown.extend([] if names.reason(name) else [name])
+        elif part.name in given:
+            problems.append(f"{name} is given twice")
+        else:
+            given[part.name] = (part, values)
+            problems.extend(_problems(name, part, values))
+    missing = [part.name for part in names.parts if part.name not in given]
+    if unknown:
+        problems.insert(0, f"unknown ({len(unknown)}): {some(unknown)}")
+    if missing and strict:
+        problems.insert(0, f"missing ({len(missing)}): {some(missing)}")
+    if problems:
+        raise ValueError("the update was not applied\n  " + "\n  ".join(problems))
+
+    for part, values in given.values():
+        if isinstance(part.owner, Table):
+            part.owner.data.copy_(values)
+        else:
+            part.owner.assign(values.to(_device(part.owner)), part.index)
+    if not missing:
+        model.weights_from = "master"
+
+
+def _problems(name: str, part: Part, values: Tensor) -> Iterator[str]:
+    owner = part.owner
+    if values.shape != part.shape:
+        yield f"{name} is {tuple(values.shape)}, expected {tuple(part.shape)}"
+    if isinstance(owner, Weight):
+        if values.dtype not in WEIGHT_DTYPES or (owner.exact and values.dtype != torch.float32):
+            expected = "float32" if owner.exact else "float32, bfloat16 or float16"
+            yield f"{name} is {values.dtype}, expected {expected}"
+    elif values.dtype not in TABLE_DTYPES:
+        yield f"{name} is {values.dtype}, expected whole numbers"
+    else:
+        try:
+            owner.check(values, name)
+        except ValueError as problem:
+            yield str(problem)
+
+
+def _device(weight: Weight) -> torch.device:
+    return next(t.device for t in (*weight.parameters(), *weight.buffers()))

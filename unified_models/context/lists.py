@@ -1,0 +1,73 @@
+"""Which rows each token reads, on the sequence's own absolute grid; -1 where there is none."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unified_models.context.interface import Pool
+from unified_models.context.slots import Entries, Rows
+from unified_models.context.step import Step, owners
+
+BLOCK = 64
+
+
+def _up(n: int) -> int:
+    """n rounded up to whole blocks."""
+    return -(-n // BLOCK) * BLOCK
+
+
+def window_lists(step: Step, slot: Rows, base_S: Tensor) -> Tensor:
+    """[T, N]: the last `slot.keep` tokens of each token, itself included, in absolute blocks of 64 positions.
+
+    Place j of token t's list stands for position 64 * floor(oldest / 64) + j, so a position's place within its block
+    never depends on the step.
+    """
+    positions_T = step.positions_T
+    if slot.keep is None:
+        oldest_T = torch.zeros_like(positions_T)
+        columns = _up(max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=1))
+    else:
+        oldest_T = (positions_T - slot.keep + 1).clamp_min(0)
+        columns = _up(slot.keep - 1) + BLOCK
+    places = torch.arange(columns, device=step.device)
+    seen_TN = (oldest_T // BLOCK * BLOCK)[:, None] + places
+    index_TN = base_S[step.sequence_T, None] + seen_TN
+    return index_TN.masked_fill(
+        (seen_TN < oldest_T[:, None]) | (seen_TN > positions_T[:, None]), -1
+    )
+
+
+def pool_lists(step: Step, pool: Pool, picks_TK: Tensor | None) -> Tensor:
+    """[T, N]: the picks in their order, or all visible entries in ascending order; N a multiple of 64.
+
+    A pick that its token cannot see yet is refused: an entry is visible once its window closed.
+    """
+    base_T1 = pool.base_S[step.sequence_T, None]
+    if picks_TK is None:
+        most = (
+            max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=0)
+            // pool.slot.stride
+        )
+        places = torch.arange(_up(most), device=step.device)
+        return (base_T1 + places).masked_fill(places >= pool.count_T[:, None], -1)
+    if bool((picks_TK >= pool.count_T[:, None]).any()):
+        raise ValueError(f"{pool.slot.path}: a pick names an entry whose window has not closed")
+    lists = torch.where(picks_TK < 0, -1, base_T1 + picks_TK)
+    return F.pad(lists, (0, _up(lists.shape[1]) - lists.shape[1]), value=-1)
+
+
+def numbers(first_S: Tensor, counts_S: Tensor) -> Tensor:
+    """first[s], first[s] + 1, ..., counts[s] of them, sequence after sequence."""
+    sequence_U = owners(counts_S)
+    starts_S = counts_S.cumsum(0) - counts_S
+    return torch.arange(len(sequence_U), device=counts_S.device) + (first_S - starts_S)[sequence_U]
+
+
+def window_rows(slot: Entries, first_S: Tensor, counts_S: Tensor, base_S: Tensor) -> Tensor:
+    """[U, span]: the open rows that each closing window reads, oldest first; -1 before the sequence's start.
+
+    first_S, counts_S: as memory.closed gives them; base_S: of the open rows.
+    """
+    last_U = (numbers(first_S, counts_S) + 1) * slot.stride - 1
+    seen_UP = last_U[:, None] + torch.arange(1 - slot.span, 1, device=base_S.device)
+    return torch.where(seen_UP < 0, -1, base_S[owners(counts_S), None] + seen_UP)

@@ -1,0 +1,186 @@
+"""The context on one device, over ops: brings each operator its past and its experts, and does no maths of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unified_models.context.interface import Experts, Pool
+from unified_models.context.lists import numbers, pool_lists, window_lists, window_rows
+from unified_models.context.memory import Memory, PackMemory, closed
+from unified_models.context.slots import Entries, Rows, State
+from unified_models.context.step import Step
+from unified_models.formats import round_trip
+from unified_models.ops.activation import swiglu
+from unified_models.ops.attend_latent import attend_latent
+from unified_models.ops.choose import choose
+from unified_models.ops.combine import combine
+from unified_models.ops.compress import compress
+from unified_models.ops.embed import embed
+from unified_models.ops.grouped_linear import grouped_linear
+from unified_models.ops.linear import linear
+from unified_models.ops.linear.probe import probe
+from unified_models.ops.operator import operator
+from unified_models.ops.rope import Rope
+from unified_models.ops.select import select
+from unified_models.weight import Reading, Table, Version, Weight
+
+Onlooker = Callable[[nn.Module, str, Any], None]
+
+
+class LocalContext:
+    """One step on one device; see interface.Context for each method.
+
+    memory: what the sequences remember (None: a pack without past, which is training). onlooker: called with
+    (site, name, value) for every note.
+    """
+
+    def __init__(
+        self, step: Step, memory: Memory | None = None, onlooker: Onlooker | None = None
+    ) -> None:
+        probe()
+        self.step, self.memory, self.onlooker = step, memory or PackMemory(), onlooker
+        self._seen: dict[Weight, Version] = {}
+
+    @property
+    def positions_T(self) -> Tensor:
+        return self.step.positions_T
+
+    def read(self, weight: Weight) -> Reading:
+        """The weight as this step sees it; one step, and its recomputation in a backward, sees one version."""
+        reading = weight()
+        if self._seen.setdefault(weight, reading.version) != reading.version:
+            raise RuntimeError(
+                f"{weight.label}: the master changed within one step "
+                f"(version {self._seen[weight]} first, {reading.version} now)"
+            )
+        return reading  # type: ignore[no-any-return]
+
+    # a token and the weights
+
+    @operator
+    def embed(self, ids_T: Tensor, table: Weight) -> Tensor:
+        check_ids(ids_T, table.shape[0], table.label)
+        return embed(ids_T, self.read(table))
+
+    @operator
+    def lookup(self, ids_T: Tensor, table: Table) -> Tensor:
+        check_ids(ids_T, table.shape[0], table.label)
+        return table()[ids_T]  # type: ignore[no-any-return]
+
+    @operator
+    def linear(self, x: Tensor, *weights: Weight, dtype: torch.dtype | None = None) -> Any:
+        outs = linear(x, *(self.read(w) for w in weights), dtype=dtype)
+        return outs[0] if len(outs) == 1 else outs
+
+    # a token and its past
+
+    @operator
+    def attend_latent(
+        self,
+        q_THD: Tensor,
+        kv_TD: Tensor,
+        slot: Rows,
+        *,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        pool: Pool | None = None,
+        picks_TK: Tensor | None = None,
+    ) -> Tensor:
+        recent = self.memory.rows(self.step, slot, kv_TD)
+        lists = window_lists(self.step, slot, recent.base_S)
+        rows = recent.rows_RD
+        if pool is not None:
+            after_pool = torch.where(lists < 0, -1, lists + len(pool.rows_RD))
+            lists = torch.cat((pool_lists(self.step, pool, picks_TK), after_pool), 1)
+            rows = torch.cat((pool.rows_RD, rows))
+        return attend_latent(q_THD, rows, lists, scale=scale, sinks_H=sinks_H)
+
+    @operator
+    def compress(
+        self,
+        kv_TC: Tensor,
+        gate_TC: Tensor,
+        slot: Entries,
+        *,
+        bias: Weight,
+        norm: Weight,
+        eps: float,
+        rope: Rope,
+    ) -> Pool:
+        gate_TC = gate_TC + self.read(bias).value[self.positions_T % slot.stride]
+        inputs = self.memory.rows(self.step, slot.open, torch.cat((kv_TC, gate_TC), -1))
+        first_S, counts_S = closed(self.step, slot)
+        entries_UD = compress(
+            inputs.rows_RD,
+            window_rows(slot, first_S, counts_S, inputs.base_S),
+            dim=slot.dim,
+            norm=self.read(norm).value,
+            eps=eps,
+            positions_U=numbers(first_S, counts_S) * slot.stride,
+            rope_=rope,
+        )
+        kept = self.memory.entries(self.step, slot, entries_UD)
+        return Pool(slot, kept.rows_RD, kept.base_S, (self.positions_T + 1) // slot.stride)
+
+    @operator
+    def select(
+        self, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool, k: int, site: nn.Module
+    ) -> Tensor:
+        q_TJI = round_trip(q_TJI.detach(), pool.slot.record)
+        base_T = pool.base_S[self.step.sequence_T]
+        args = (
+            q_TJI.float(),
+            weights_TJ.detach().float(),
+            pool.rows_RD.detach().float(),
+            base_T,
+            pool.count_T,
+        )
+        picks_TK = select(*args, k)
+        self.note(site, "select", lambda: (*args, picks_TK))
+        return picks_TK
+
+    def scan(
+        self, x_THD: Tensor, dt_TH: Tensor, a_H: Tensor, b_TGN: Tensor, c_TGN: Tensor, slot: State
+    ) -> Tensor:
+        raise RuntimeError(
+            f"{slot.path}: a scan needs its operator, which arrives with the first Mamba-2 architecture"
+        )
+
+    # a token and its experts
+
+    @operator
+    def choose(self, scores_TE: Tensor, k: int, site: nn.Module) -> Tensor:
+        ids_TK = choose(scores_TE, k)
+        self.note(site, "choose", lambda: (scores_TE.detach(), ids_TK))
+        return ids_TK
+
+    @operator
+    def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
+        T, K = ids_TK.shape
+        order = ids_TK.flatten().argsort(stable=True)
+        counts = torch.bincount(ids_TK.flatten(), minlength=experts.gate.shape[0])
+        self.note(experts, "expert_rows", lambda: counts)
+        counts_E = counts.tolist()
+        rows_PM = x_TM[order // K]
+        gate, up = grouped_linear(rows_PM, counts_E, self.read(experts.gate), self.read(experts.up))
+        (y_PM,) = grouped_linear(swiglu(gate, up, experts.limit), counts_E, self.read(experts.down))
+        slots_P = torch.empty_like(order).scatter_(
+            0, order, torch.arange(T * K, device=order.device)
+        )
+        return combine(y_PM[slots_P].unflatten(0, (T, K)), gates_TK, dtype=x_TM.dtype)
+
+    # an onlooker
+
+    def note(self, site: nn.Module, name: str, value: Any) -> None:
+        if self.onlooker is not None:
+            self.onlooker(site, name, value() if callable(value) else value)
+
+
+def check_ids(ids_T: Tensor, limit: int, label: str) -> None:
+    """Refuse token ids outside [0, limit) with a ValueError that names the first."""
+    bad = (ids_T < 0) | (ids_T >= limit)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"{label}: token id {int(ids_T[row])} in row {row} is not in [0, {limit})")

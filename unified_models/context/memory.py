@@ -1,0 +1,52 @@
+"""Where slots are kept, seen from one step: the protocol, and the memory of a pack without past."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from unified_models.context.slots import Entries, Rows
+from unified_models.context.step import Step, starts
+from unified_models.formats import round_trip
+
+
+@dataclass(frozen=True)
+class Readable:
+    """The rows of a slot that can be read in this step, as they come back from their record.
+
+    rows_RD: all sequences, one after the other, each in ascending order. base_S: row p of sequence s (a token's
+    position, or an entry's number) is rows_RD[base_S[s] + p]; a base may be negative where early rows are gone.
+    """
+
+    rows_RD: Tensor
+    base_S: Tensor
+
+
+class Memory(Protocol):
+    """What sequences remember, seen from one step. Rows written are read back through their record, always."""
+
+    def rows(self, step: Step, slot: Rows, new_TD: Tensor) -> Readable:
+        """Keep one new row a token of the step; read back those and the earlier ones that a window of
+        `slot.keep` tokens can reach from any token of the step."""
+
+    def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
+        """Keep the entries that close in this step, sequence by sequence in ascending order (`closed(step, slot)` of
+        each); read back all entries of each sequence."""
+
+
+def closed(step: Step, slot: Entries) -> tuple[Tensor, Tensor]:
+    """first_S, counts_S: the number of the first entry that closes in this step, and how many do, int64."""
+    first_S = step.past_S // slot.stride
+    return first_S, step.total_S // slot.stride - first_S
+
+
+class PackMemory:
+    """No past: a step's rows are all there is. The gradient passes the record's round trip straight through."""
+
+    def rows(self, step: Step, slot: Rows, new_TD: Tensor) -> Readable:
+        assert not any(step.past), "a pack without memory starts every sequence at position 0"
+        return Readable(round_trip(new_TD, slot.record), step.starts_S[:-1])
+
+    def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
+        _, counts_S = closed(step, slot)
+        return Readable(round_trip(new_UD, slot.record), starts(counts_S)[:-1])

@@ -1,0 +1,26 @@
+"""Number formats, each with one exact rule: weights, activations, and the records that slots keep."""
+
+from unified_models.formats.records import (
+    BFLOAT16_RECORD,
+    FLOAT32_RECORD,
+    LatentFP8,
+    Record,
+    VectorFP8,
+    round_trip,
+)
+from unified_models.formats.weights import FORMATS, Format, Packed, accepts, find, pack_pieces
+
+__all__ = [
+    "BFLOAT16_RECORD",
+    "FLOAT32_RECORD",
+    "FORMATS",
+    "Format",
+    "LatentFP8",
+    "Packed",
+    "Record",
+    "VectorFP8",
+    "accepts",
+    "find",
+    "pack_pieces",
+    "round_trip",
+]

@@ -1,0 +1,75 @@
+"""What every architecture's `Model` is: a module over Weights, Tables and slots that a context runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unified_models.context.slots import Slot, slots
+from unified_models.weight import Table, Weight
+
+
+class LanguageModel(nn.Module):
+    """Base of the `Model` class of each model file.
+
+    A model file's Model defines `forward(ids_T, ctx) -> hidden_TM` (embedding to final norm) and
+    `logits(hidden_TM, ctx) -> float32 logits_TV`, so that a sampler or a chunked log-softmax can ask for the logits
+    of the rows it wants.
+    """
+
+    config: Any
+    numerics: str = "deployed"
+    weights_from: str = "master"
+    """ "master": every packed byte is pack(bf16(master)). "file": the checkpoint's own bytes, for serving only."""
+    load_report: Any = None
+    """What `checkpoint.load` did (a `LoadReport`); None for a model that was not loaded."""
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """(module path, Weight) in module order."""
+        return ((path, m) for path, m in self.named_modules() if isinstance(m, Weight))
+
+    def tables(self) -> Iterator[tuple[str, Table]]:
+        """(module path, Table) in module order."""
+        return ((path, m) for path, m in self.named_modules() if isinstance(m, Table))
+
+    def slots(self) -> dict[str, Slot]:
+        """What the model keeps for each sequence, by module path."""
+        return slots(self)
+
+    def name_parts(self) -> None:
+        """Tell each Weight, Table and slot its module path, for errors and memories."""
+        for path, weight in self.weights():
+            weight.label = path
+        for path, table in self.tables():
+            table.label = path
+        self.slots()
+
+    def commit(self) -> None:
+        """Derive the packed bytes of every weight whose master changed since its last commit, in place."""
+        for _, weight in self.weights():
+            if weight.master is not None and weight.committed != weight.version:
+                weight.commit()
+
+    def commit_after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Commit after each of the optimizer's steps."""
+        optimizer.register_step_post_hook(lambda *_: self.commit())
+
+    def logits(self, hidden_TM: Tensor, ctx: Any) -> Tensor:
+        """float32 logits of the given rows; each model file says how."""
+        raise AssertionError(f"{type(self).__name__} defines no logits")
+
+
+def bind_numerics(model: LanguageModel, numerics: str) -> None:
+    """deployed: formats as the checkpoint and the architecture have them. float32: no quantisation anywhere; the
+    same operator calls, other formats bound to weights and slots."""
+    if numerics not in ("deployed", "float32"):
+        raise ValueError(f"numerics must be 'deployed' or 'float32', got {numerics!r}")
+    model.numerics = numerics
+    if numerics == "float32":
+        for _, weight in model.weights():
+            weight.bind("float32")
+        for slot in model.slots().values():
+            slot.plain()
+    for slot in model.slots().values():
+        slot.check()

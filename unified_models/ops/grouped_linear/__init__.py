@@ -1,0 +1,81 @@
+"""One matrix for each expert, over rows sorted by expert."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unified_models.autograd import apply
+from unified_models.formats.activations import dequantized_rows
+from unified_models.ops.linear import cpu
+from unified_models.ops.operator import operator
+from unified_models.weight import Reading
+
+
+def _spans(counts_E: Sequence[int]) -> list[tuple[int, slice]]:
+    """(expert, its rows) for the experts that have any."""
+    spans, start = [], 0
+    for e, count in enumerate(counts_E):
+        if count:
+            spans.append((e, slice(start, start + count)))
+        start += count
+    return spans
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        master: Tensor | None,
+        reading: Reading,
+        rows: cpu.Input,
+        counts_E: Sequence[int],
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.reading, ctx.counts = reading, counts_E
+        w = reading.operand(cpu.operand)
+        y = torch.empty(len(x), w.N, dtype=reading.format.activation)
+        for e, span in _spans(counts_E):
+            y[span] = cpu.product(rows.rows(span), w, e).to(y.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reading: Reading = ctx.reading
+        reading.check()
+        (x,) = ctx.saved_tensors
+        dy = grads[0].float()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w = reading.dequantized()
+            dx = torch.empty_like(x)
+            for e, span in _spans(ctx.counts):
+                dx[span] = (dy[span] @ w[e]).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            seen = dequantized_rows(x) if reading.format.quantizes_input else x.float()
+            dw = torch.zeros(reading.shape, dtype=reading.weight.master.dtype)  # type: ignore[union-attr]
+            for e, span in _spans(ctx.counts):
+                dw[e] = dy[span].T @ seen[span]
+        return dx, dw, None, None, None
+
+
+@operator
+def grouped_linear(x_PK: Tensor, counts_E: Sequence[int], *readings: Reading) -> tuple[Tensor, ...]:
+    """Rows of expert e times w[e].T, for each weight.
+
+    x_PK: rows sorted by expert; counts_E: rows of each expert, summing to P; weights [E, N, K]. Each row has the
+    bits that ops.linear would give it with its expert's matrix. Experts without rows get zero gradients.
+    """
+    assert sum(counts_E) == len(x_PK), f"{sum(counts_E)} rows counted, {len(x_PK)} given"
+    prepared: dict[bool, cpu.Input] = {}
+    outs = []
+    for reading in readings:
+        quantize = reading.format.quantizes_input
+        if quantize not in prepared:
+            prepared[quantize] = cpu.prepare(x_PK.detach(), quantize=quantize)
+        outs.append(
+            apply(_GroupedLinear, x_PK, reading.master, reading, prepared[quantize], counts_E)
+        )
+    return tuple(outs)

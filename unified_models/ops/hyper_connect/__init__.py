@@ -1,0 +1,66 @@
+"""Manifold-constrained hyper-connections (DeepSeek-V4, 2.2): X residual streams, mixed doubly stochastically."""
+
+import functools
+import operator as plain
+
+import torch
+from torch import Tensor
+
+from unified_models.ops.activation import sigmoid
+from unified_models.ops.operator import operator
+
+
+def ordered_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over a short dimension as written adds, first to last."""
+    return functools.reduce(plain.add, x.unbind(dim))
+
+
+@operator
+def hyper_normalize(projected_TC: Tensor, streams_TXM: Tensor, eps: float) -> Tensor:
+    """The projection of the flattened streams, divided by their root mean square; float32."""
+    flat = streams_TXM.flatten(1).float()
+    return projected_TC * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+
+
+@operator
+def hyper_maps(
+    mixes_TC: Tensor, scale_3: Tensor, base_C: Tensor, *, streams: int, iterations: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """pre_TX, post_TX, comb_TXX, float32, from the normalised projection: C = X * (2 + X) rows pre, post, comb.
+
+    comb (row-major): softmax of each row, then `iterations` Sinkhorn normalisations, columns last.
+    """
+    X = streams
+    pre, post, comb = mixes_TC.split((X, X, X * X), -1)
+    base_pre, base_post, base_comb = base_C.split((X, X, X * X))
+    pre_TX = sigmoid(pre * scale_3[0] + base_pre) + eps
+    post_TX = 2 * sigmoid(post * scale_3[1] + base_post)
+    comb_TXX = sinkhorn((comb * scale_3[2] + base_comb).unflatten(-1, (X, X)), iterations, eps)
+    return pre_TX, post_TX, comb_TXX
+
+
+def sinkhorn(logits_TXX: Tensor, iterations: int, eps: float) -> Tensor:
+    """A matrix with unit column sums and nearly unit row sums; float32."""
+    e = torch.exp(logits_TXX - logits_TXX.amax(-1, keepdim=True).detach())
+    b = e / ordered_sum(e, -1)[..., None] + eps
+    b = b / (ordered_sum(b, -2)[..., None, :] + eps)
+    for _ in range(iterations - 1):
+        b = b / (ordered_sum(b, -1)[..., None] + eps)
+        b = b / (ordered_sum(b, -2)[..., None, :] + eps)
+    return b
+
+
+@operator
+def hyper_collapse(streams_TXM: Tensor, pre_TX: Tensor) -> Tensor:
+    """sum_i pre_i X_i over the streams, first to last, float32; rounded once to the streams' dtype."""
+    return ordered_sum(streams_TXM.float() * pre_TX[..., None], 1).to(streams_TXM.dtype)
+
+
+@operator
+def hyper_expand(out_TM: Tensor, streams_TXM: Tensor, post_TX: Tensor, comb_TXX: Tensor) -> Tensor:
+    """X'_j = post_j out + sum_i comb[i, j] X_i: row i is the source, column j the target. Sources are added first to
+    last, float32; rounded once to the streams' dtype."""
+    mixed = out_TM.float()[:, None] * post_TX[..., None]
+    for i, stream_TM in enumerate(streams_TXM.float().unbind(1)):
+        mixed = mixed + stream_TM[:, None] * comb_TXX[:, i, :, None]
+    return mixed.to(streams_TXM.dtype)

@@ -1,0 +1,75 @@
+"""x @ w.T for a weight in any format, row-invariant, with the straight-through derivative."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unified_models.autograd import apply
+from unified_models.formats.activations import dequantized_rows
+from unified_models.ops.linear import cpu
+from unified_models.ops.operator import operator
+from unified_models.weight import Reading
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, master: Tensor | None, reading: Reading, rows: cpu.Input, dtype: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.reading = reading
+        w = reading.operand(cpu.operand)
+        groups = reading.weight.groups
+        if groups == 1:
+            return cpu.product(rows, w, 0).to(dtype)
+        parts = [cpu.product(rows.rows((slice(None), g)), w, g) for g in range(groups)]  # type: ignore[arg-type]
+        return torch.stack(parts, 1).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reading: Reading = ctx.reading
+        reading.check()
+        (x,) = ctx.saved_tensors
+        dy = grads[0].float()
+        dx = dw = None
+        groups = reading.weight.groups
+        if ctx.needs_input_grad[0]:
+            w = reading.dequantized()
+            dx = (
+                dy @ w
+                if groups == 1
+                else torch.einsum("tgn,gnk->tgk", dy, w.unflatten(0, (groups, -1)))
+            )
+            dx = dx.to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            seen = dequantized_rows(x) if reading.format.quantizes_input else x.float()
+            dw = (
+                dy.T @ seen if groups == 1 else torch.einsum("tgn,tgk->gnk", dy, seen).flatten(0, 1)
+            )
+            dw = dw.to(reading.weight.master.dtype)  # type: ignore[union-attr]
+        return dx, dw, None, None, None
+
+
+@operator
+def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """x @ w.T for each weight.
+
+    x: [T, K], or [T, groups, K] for weights of groups; weights [N, K], or [groups * N, K]. float32 accumulation in
+    the order that README.md fixes; one rounding to the format's activation dtype, or to `dtype`.
+    Backward: dX = dY @ dequantised w; dW = dY.T @ x as the product saw it, to the master.
+    """
+    prepared: dict[bool, cpu.Input] = {}
+    outs = []
+    for reading in readings:
+        K = reading.shape[-1]
+        if x.shape[-1] != K:
+            raise ValueError(
+                f"{reading.weight.label}: x has {x.shape[-1]} channels, the weight {K}"
+            )
+        quantize = reading.format.quantizes_input
+        if quantize not in prepared:
+            prepared[quantize] = cpu.prepare(x.detach(), quantize=quantize)
+        out_dtype = dtype or reading.format.activation
+        outs.append(apply(_Linear, x, reading.master, reading, prepared[quantize], out_dtype))
+    return tuple(outs)

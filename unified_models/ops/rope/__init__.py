@@ -1,0 +1,69 @@
+"""Rotary position embedding on the last dims of a row, interleaved pairs (2i, 2i + 1)."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unified_models.ops.operator import operator
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Angle of pair i at position t: t * frequency_i, frequency_i = theta^(-2i / dim), stretched by YaRN if `factor`.
+
+    YaRN (Peng et al. 2023, 3.2) without a temperature: pairs that turn more than `beta_fast` times over
+    `original_max_position_embeddings` tokens keep their frequency, those below `beta_slow` are divided by `factor`.
+    """
+
+    dim: int
+    theta: float
+    factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position_embeddings: int = 0
+
+
+@functools.lru_cache(maxsize=32)
+def frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """float32 [dim / 2], in the expressions of vLLM's tables, so that the last bit agrees with its own models."""
+    steps = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    base = rope.theta**steps
+    if rope.factor is None:
+        return (1.0 / base).to(device)
+
+    def pair_of(turns: float) -> float:
+        wavelengths = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return rope.dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_of(rope.beta_fast)), 0)
+    high = min(math.ceil(pair_of(rope.beta_slow)), rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    return (1.0 / (rope.factor * base) * (1 - keep) + 1.0 / base * keep).to(device)
+
+
+@operator
+def rope(
+    x: Tensor,
+    positions_T: Tensor,
+    rope: Rope,
+    *,
+    inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rotate the last `rope.dim` dims of x by the token's angles, or back with `inverse`.
+
+    x: [T, ..., D]; positions_T: whole numbers. float32 arithmetic, one rounding to x's dtype, or `dtype`.
+    """
+    angles = positions_T.float()[:, None] * frequencies(rope, x.device)
+    shape = (len(angles), *(1,) * (x.dim() - 2), rope.dim // 2)
+    cos, sin = angles.cos().view(shape), angles.sin().view(shape)
+    sin = -sin if inverse else sin
+    dtype = dtype or x.dtype
+    still, turned = x[..., : -rope.dim], x[..., -rope.dim :].float()
+    even, odd = turned[..., 0::2], turned[..., 1::2]
+    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((still.to(dtype), pairs.to(dtype)), -1)

@@ -1,0 +1,88 @@
+"""Small random checkpoints: every part of an architecture present, and no value that would hide a fault."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unified_models import registry
+from unified_models.checkpoint import save
+from unified_models.model import LanguageModel
+from unified_models.weight import Table, Weight
+
+SUMMANDS, LEVELS = 6, 1 << 16
+
+
+def make_tiny(name: str, folder: str | Path, seed: int = 0, **config_overrides: Any) -> None:
+    """Write a small random checkpoint of an architecture: `Config.tiny(**config_overrides)`, official names.
+
+    The same seed gives the same bytes on every machine. Raises ValueError for an unknown architecture or config key,
+    and for a folder that holds files.
+    """
+    module = registry.find(name)
+    model: LanguageModel = module.Model(module.Config.tiny(**config_overrides))
+    randomize(model, seed)
+    save(model, folder)
+
+
+@torch.no_grad()
+def randomize(model: LanguageModel, seed: int = 0) -> None:
+    """Fill every Weight and Table, each from its own stream (seed, module path), and commit.
+
+    Norm weights are around 1, biases and sinks of size 0.5, matrices N(0, 1/K) so that rows of unit size stay so, heads
+    and embeddings three times that; each row of a table holds distinct whole numbers. `Weight.init` overrides.
+    """
+    model.name_parts()
+    for path, weight in model.weights():
+        assert weight.master is not None, f"{path}: nothing to fill"
+        weight.master.copy_(INITS[weight.init or rule(weight)](weight.shape, stream(seed, path)))
+    model.commit()
+    for path, table in model.tables():
+        table.data.copy_(distinct(table, stream(seed, path)))
+
+
+def stream(seed: int, path: str) -> torch.Generator:
+    """The random numbers of one tensor; they do not depend on what else the model has."""
+    digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """float32, mean 0, deviation 1, nearly normal: sums of whole numbers, since those have the same bits on every CPU,
+    and logarithms do not."""
+    levels = torch.randint(LEVELS, (SUMMANDS, *shape), generator=generator).sum(0)
+    deviation = math.sqrt(SUMMANDS * (LEVELS**2 - 1) / 12)
+    return ((levels.double() - SUMMANDS * (LEVELS - 1) / 2) / deviation).float()
+
+
+def distinct(table: Table, generator: torch.Generator) -> Tensor:
+    """Whole numbers below `table.upper`, no two alike in a row."""
+    assert table.upper is not None, f"{table.label}: no upper bound to draw from"
+    rows, columns = table.shape
+    keys = torch.randint(1 << 40, (rows, table.upper), generator=generator)
+    return keys.argsort(dim=1, stable=True)[:, :columns]
+
+
+def rule(weight: Weight) -> str:
+    """How a weight without `init` is filled."""
+    if len(weight.shape) == 1:
+        return "bias" if weight.exact else "norm"
+    return "vocab" if weight.axes[0] == "vocab" else "matrix"
+
+
+def _columns(shape: torch.Size) -> float:
+    return math.sqrt(shape[-1])
+
+
+Init = Callable[[torch.Size, torch.Generator], Tensor]
+INITS: dict[str, Init] = {
+    "norm": lambda shape, generator: 1 + 0.2 * normal(shape, generator),
+    "bias": lambda shape, generator: 0.5 * normal(shape, generator),
+    "matrix": lambda shape, generator: normal(shape, generator) / _columns(shape),
+    "vocab": lambda shape, generator: normal(shape, generator) * (3 / _columns(shape)),
+}
+"""Ways to fill a weight, by name; float32 arithmetic that rounds alike everywhere."""

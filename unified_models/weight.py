@@ -1,0 +1,260 @@
+"""What a weight is: a master parameter, the logical axis of each dimension, and a number format."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unified_models import formats
+from unified_models.autograd import apply
+from unified_models.formats import Format, Packed
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A weight as one forward sees it: packed bytes to compute with, a master to send gradients to."""
+
+    weight: "Weight"
+    packed: Packed
+    version: Version
+
+    @property
+    def format(self) -> Format:
+        return self.weight.format
+
+    @property
+    def master(self) -> Tensor | None:
+        return self.weight.master
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def value(self) -> Tensor:
+        """float32 values of the packed bytes; the gradient goes straight through to the master."""
+        if self.master is None:
+            return self.dequantized()
+        return apply(_Value, self.master, self)
+
+    def dequantized(self) -> Tensor:
+        """float32 values of the packed bytes, outside autograd."""
+        return self.format.unpack(self.packed, self.shape).view(self.shape)
+
+    def operand(self, build: Callable[["Reading"], Any]) -> Any:
+        """`build(self)`, kept until the packed bytes change: a kernel's own form of the same bytes."""
+        return self.weight.operand(self, build)
+
+    def check(self) -> None:
+        """Refuse a backward whose master changed since its forward."""
+        if self.weight.version != self.version:
+            raise RuntimeError(
+                f"{self.weight.label}: the master changed between forward and backward "
+                f"(version {self.version} then, {self.weight.version} now)"
+            )
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, reading: Reading) -> Tensor:
+        ctx.reading, ctx.dtype = reading, master.dtype
+        return reading.dequantized()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.reading.check()
+        return grads[0].to(ctx.dtype), None
+
+
+class Weight(nn.Module):
+    """Weight("heads", H * D, None, M): a logical axis (None: never sharded) and a size for each dimension.
+
+    Args:
+        format: name of a weight format. None: whatever the checkpoint holds. "float32" is a float32-compute
+            parameter: it is never cast, whatever `.to(dtype)` or a numerics setting asks.
+        frozen: no gradient.
+        groups: the first dimension is this many matrices, stacked; a linear takes x of shape [T, groups, K].
+        init: how `make_tiny` fills it, a name in `tiny.INITS`; None: by its shape and format.
+
+    `version` moves when the master does; `commit()` derives the packed bytes from the master. Calling a weight whose
+    master is newer than its packed bytes raises RuntimeError.
+    """
+
+    packed_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *axes_and_sizes: str | int | None,
+        format: str | None = "bfloat16",
+        frozen: bool = False,
+        groups: int = 1,
+        init: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axes = axes_and_sizes[0::2]
+        self.shape = torch.Size(int(size) for size in axes_and_sizes[1::2] if isinstance(size, int))
+        assert len(self.shape) == len(self.axes), f"a size for each axis, got {axes_and_sizes}"
+        self.groups, self.frozen, self.init, self.label = groups, frozen, init, "weight"
+        self.declared = format
+        self.format = self.stored = formats.find(format or "bfloat16")
+        """`format` is what a forward reads; `stored` is what a checkpoint holds, whatever the numerics setting"""
+        self.master: nn.Parameter | None
+        self.register_parameter(
+            "master",
+            nn.Parameter(torch.empty(self.shape, dtype=torch.float32), requires_grad=not frozen),
+        )
+        self.bumps = 0
+        self.commits = 0
+        self.committed: Version | None = None
+        self._operands: dict[str, tuple[int, Any]] = {}
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is a float32-compute parameter of the architecture."""
+        return self.declared == "float32"
+
+    @property
+    def version(self) -> Version:
+        """Counts every change of the master that torch or this class can see (not writes through `.data`)."""
+        return (0 if self.master is None else self.master._version, self.bumps)
+
+    def forward(self) -> Reading:
+        if self.committed != self.version:
+            state = (
+                "was never committed" if self.committed is None else "changed since the last commit"
+            )
+            raise RuntimeError(
+                f"{self.label}: the master {state}; call model.commit() before a forward"
+            )
+        return Reading(
+            self, {name: getattr(self, name) for name in self.packed_names}, self.version
+        )
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Derive the packed bytes from the master, into the same storage."""
+        if self.master is None:
+            raise RuntimeError(
+                f"{self.label}: holds packed bytes only, there is no master to commit"
+            )
+        self.keep(formats.pack_pieces(self.format, self.master))
+
+    @torch.no_grad()
+    def assign(self, values: Tensor, index: int | None = None) -> None:
+        """Take new master values (any float dtype; bf16 rounding is the format's), and commit.
+
+        index: `values` are this one matrix of the first dimension; the others stay.
+        """
+        current = self.committed == self.version
+        self.bumps += 1
+        if self.master is not None:
+            target = self.master if index is None else self.master[index]
+            target.copy_(values)
+            if index is None or not current:
+                return self.commit()
+            values = target
+        if index is None:
+            return self.keep(formats.pack_pieces(self.format, values))
+        for name, piece in self.format.pack(values).items():
+            getattr(self, name)[index].copy_(piece)
+        self._kept()
+
+    @torch.no_grad()
+    def keep(self, packed: Packed) -> None:
+        """Hold these packed bytes, in place where there is storage of the same shape and dtype already."""
+        for name in set(self.packed_names) - set(packed):
+            delattr(self, name)
+        for name, new in packed.items():
+            old = getattr(self, name, None) if name in self.packed_names else None
+            if old is not None and (old.shape, old.dtype, old.device) == (
+                new.shape,
+                new.dtype,
+                new.device,
+            ):
+                old.copy_(new)
+            elif name in self.packed_names:
+                setattr(self, name, new.clone())
+            else:
+                self.register_buffer(name, new.clone(), persistent=False)
+        self.packed_names = tuple(packed)
+        self._kept()
+
+    def _kept(self) -> None:
+        self.commits += 1
+        self.committed = self.version
+
+    def drop_master(self) -> None:
+        """Hold packed bytes only, as a serving process may."""
+        self.master = None
+        self.committed = self.version
+
+    def bind(self, format: str) -> None:
+        """Choose another number format; the packed bytes must be committed again."""
+        self.format = formats.find(format)
+        self.committed = None
+
+    def operand(self, reading: Reading, build: Callable[[Reading], Any]) -> Any:
+        key = f"{build.__module__}.{build.__qualname__}"
+        kept = self._operands.get(key)
+        if kept is None or kept[0] != self.commits:
+            kept = self._operands[key] = (self.commits, build(reading))
+        return kept[1]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Weight":
+        """Device moves are followed; dtype casts reach the master of a packed weight and nothing else."""
+        committed = self.committed == self.version
+
+        def move(t: Tensor) -> Tensor:
+            master = self.master
+            castable = not self.exact and master is not None and (t is master or t is master.grad)
+            if castable or not t.dtype.is_floating_point:
+                return fn(t)
+            target = fn(torch.empty(0, dtype=t.dtype, device=t.device)).device
+            return t if target == t.device else t.to(target)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._operands.clear()
+        if committed:
+            self.committed = self.version
+        return self
+
+    def extra_repr(self) -> str:
+        axes = ", ".join(
+            f"{axis or '-'}={size}" for axis, size in zip(self.axes, self.shape, strict=True)
+        )
+        return f"{axes}, {self.format.name}{', frozen' if self.frozen else ''}"
+
+
+class Table(nn.Module):
+    """A whole-number table that the forward reads, such as a hash-routing table; int64, never cast.
+
+    upper: entries are in [0, upper), as a loader and an update check. None: not checked.
+    """
+
+    data: Tensor
+
+    def __init__(self, *axes_and_sizes: str | int | None, upper: int | None = None) -> None:
+        super().__init__()
+        self.upper = upper
+        self.axes = axes_and_sizes[0::2]
+        self.shape = torch.Size(int(size) for size in axes_and_sizes[1::2] if isinstance(size, int))
+        self.label = "table"
+        self.register_buffer("data", torch.zeros(self.shape, dtype=torch.int64))
+
+    def check(self, values: Tensor, name: str) -> None:
+        """Raise ValueError naming the first entry of `values` that this table cannot hold."""
+        if self.upper is None or not values.numel():
+            return
+        bad = (values < 0) | (values >= self.upper)
+        if bad.any():
+            place = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"{name}{list(place)} is {values[place].item()}, expected 0 to {self.upper - 1}"
+            )
+
+    def forward(self) -> Tensor:
+        return self.data
