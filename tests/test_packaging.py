@@ -59,7 +59,7 @@ def from_sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (sdist,) = into.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        assert not any("configs" in name for name in archive.getnames())
+        assert not any("/configs/" in name for name in archive.getnames())
     return wheel(sdist, into)
 
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from unified_models import verify
     from unified_models.checkpoint import load, named_tensors, save
     from unified_models.engine import Engine, Sampling
+    from unified_models.fingerprint import Fingerprint
     from unified_models.registry import architectures
     from unified_models.tiny import make_tiny
     from unified_models.training import logprobs
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Engine": "engine",
     "Sampling": "engine",
+    "Fingerprint": "fingerprint",
     "architectures": "registry",
     "load": "checkpoint",
     "logprobs": "training",
@@ -37,6 +39,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Engine",
+    "Fingerprint",
     "Sampling",
     "architectures",
     "load",

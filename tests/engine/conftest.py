@@ -161,6 +161,12 @@ def same_bits(a: Tensor, b: Tensor) -> int:
     return a.numel()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Fixtures that outlive a test run before the house's own fixture sets this."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def trial() -> Trial:
     return Trial()

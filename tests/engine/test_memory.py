@@ -125,7 +125,9 @@ def check_pages(engine: Engine) -> None:
         free = table.pool._free
         idle = list(table.pool._idle)
         assert len(set(free)) == len(free)
-        assert sorted([*free, *idle, *(p for p, n in enumerate(users) if n)]) == list(range(len(users)))
+        assert sorted([*free, *idle, *(p for p, n in enumerate(users) if n)]) == list(
+            range(len(users))
+        )
 
 
 ACTIONS = st.one_of(

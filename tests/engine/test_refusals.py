@@ -47,7 +47,14 @@ def test_scoring_needs_a_temperature(trial: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_tokens": 0}, {"max_tokens": 1.5}, {"max_tokens": True}, {"seed": None}, {"stop_ids": ("a",)}]
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 1.5},
+        {"max_tokens": True},
+        {"seed": None},
+        {"stop_ids": ("a",)},
+    ],
 )
 def test_samplings(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -63,7 +70,10 @@ PROMPTS = {
     "nothing": ([1, None], "prompt 1, position 1: None is no int"),
     "negative": ([1, 2, -1], r"prompt 1, position 2: token -1 is not in \[0, 64\)"),
     "too large": ([64], r"prompt 1, position 0: token 64 is not in \[0, 64\)"),
-    "long": ([1] * 121, r"prompt 1 of 121 tokens \+ max_tokens 8 = 129 does not fit cache_tokens 128"),
+    "long": (
+        [1] * 121,
+        r"prompt 1 of 121 tokens \+ max_tokens 8 = 129 does not fit cache_tokens 128",
+    ),
 }
 
 
@@ -77,9 +87,13 @@ def test_prompts(trial: Any, prompt: Any, message: str) -> None:
 
 def test_b14_what_does_not_fit(trial: Any) -> None:
     engine = trial.engine(cache_tokens=8192)
-    with pytest.raises(ValueError, match=r"4090 tokens \+ max_tokens 8 = 4098 .* max_position_embeddings 4096"):
+    with pytest.raises(
+        ValueError, match=r"4090 tokens \+ max_tokens 8 = 4098 .* max_position_embeddings 4096"
+    ):
         engine.submit([1] * 4090, Sampling(max_tokens=8))
-    with pytest.raises(ValueError, match="sequence 0 of 4097 tokens does not fit max_position_embeddings 4096"):
+    with pytest.raises(
+        ValueError, match="sequence 0 of 4097 tokens does not fit max_position_embeddings 4096"
+    ):
         engine.score([[1] * 4097])
     with pytest.raises(ValueError, match="a sequence of 1 tokens has no token to score"):
         engine.submit_score([1])
@@ -125,7 +139,9 @@ def empty_handed(engine: Any) -> bool:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_failure_releases_the_memory_of_its_requests(trial: Any, monkeypatch: Any, error: Any) -> None:
+def test_a_failure_releases_the_memory_of_its_requests(
+    trial: Any, monkeypatch: Any, error: Any
+) -> None:
     engine = trial.engine(step_tokens=16)
     forward, calls = trial.model.forward, []
 

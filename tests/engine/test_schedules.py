@@ -153,7 +153,7 @@ def test_b06_long_after_short(trial: Any) -> None:
 def test_d05_only_complete_pages_are_reused(trial: Any) -> None:
     """A page that was cut by a step boundary, and a prompt that ends within one."""
     engine = trial.engine(step_tokens=13, page_tokens=16)
-    first, second = trial.prompts(70)[0], trial.prompts(70)[0][:45] + [1, 2, 3, 4]
+    first, second = trial.prompts(70)[0], [*trial.prompts(70)[0][:45], 1, 2, 3, 4]
     for prompt, hit in ((first, 0), (second, 32), (first[:33], 32), (first[:32], 16)):
         before = engine.stats.prefix_hits
         assert trial.check([prompt], engine.generate([prompt], Sampling(max_tokens=4))) == 4

@@ -36,7 +36,9 @@ def test_a31_running_requests_are_recomputed(trial: Any, bits: Any) -> None:
     """Each token's logprob is that of its version's weights over its whole prefix."""
     engine = trial.engine(step_tokens=16)
     prompts = trial.prompts(40, 20)
-    requests = [engine.submit(prompt, Sampling(max_tokens=40, seed=i)) for i, prompt in enumerate(prompts)]
+    requests = [
+        engine.submit(prompt, Sampling(max_tokens=40, seed=i)) for i, prompt in enumerate(prompts)
+    ]
     (scored,) = trial.prompts(200, offset=3)
     scoring = engine.submit_score(scored)
     for value in (3.0, 4.0, 9.0):

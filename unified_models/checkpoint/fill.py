@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unified_models.checkpoint.changes import Change, compare
 from unified_models.checkpoint.match import Source
 from unified_models.checkpoint.progress import Bar
-from unified_models.checkpoint.quantized import LAYOUTS, to_packed
+from unified_models.checkpoint.quantized import to_packed
 from unified_models.checkpoint.shards import Shards
 from unified_models.formats import Packed
 from unified_models.weight import Table, Weight
@@ -50,12 +50,10 @@ class Held:
 
 
 def may_change(source: Source) -> bool:
-    """Whether packing can give this tensor other values. A master that a checkpoint of masters holds is not asked."""
-    if source.format is None or source.format.name == "float32":
+    """Whether packing can give this tensor other values than the file's. Masters are not packed values."""
+    if source.format is None or source.format.name == "float32" or source.master:
         return False
-    if source.format.name in LAYOUTS:
-        return source.scale is not None
-    return source.tensor.dtype != "BF16"
+    return source.scale is not None or source.tensor.dtype != "BF16"
 
 
 @torch.no_grad()

@@ -14,12 +14,16 @@ FORMATS_KEY = "unified_models.formats"
 
 @dataclass(frozen=True)
 class Source:
-    """Where one part lies in the file. format: as the file holds it; None for a table."""
+    """Where one part lies in the file. format: as the file holds it, or says its packed values are; None: a table.
+
+    master: the tensor is a master that a checkpoint of masters holds, not packed values.
+    """
 
     part: Part
     tensor: Stored
     scale: Stored | None = None
     format: Format | None = None
+    master: bool = False
 
     @property
     def size(self) -> int:
@@ -96,9 +100,8 @@ def _source(
             raise ValueError(f"{scale.name} scales nothing: {tensor.name} is a table")
         return Source(part, tensor)
     kind = recognise(tensor, scale, part.shape, part.owner.declared)
-    if tensor.dtype in PLAIN:
-        kind = packed_formats.get(tensor.name, kind)
-    return Source(part, tensor, scale, find(kind))
+    master = tensor.dtype in PLAIN and tensor.name in packed_formats
+    return Source(part, tensor, scale, find(packed_formats[tensor.name] if master else kind), master)
 
 
 def _settle_formats(found: Match) -> None:

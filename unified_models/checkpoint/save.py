@@ -80,7 +80,7 @@ def _write_shards(folder: Path, parts: Iterable[Part], masters: bool, most: int)
             filled = 0
         shards[-1] += tensors
         filled += size
-        if masters and isinstance(part.owner, Weight) and part.owner.stored.name in LAYOUTS:
+        if masters and isinstance(part.owner, Weight):
             formats[-1][part.name] = part.owner.stored.name
 
     count = len(shards)

@@ -12,6 +12,7 @@ from unified_models.context.memory import Memory, PackMemory, closed
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step
 from unified_models.formats import round_trip
+from unified_models.ops import backend
 from unified_models.ops.activation import swiglu
 from unified_models.ops.attend_latent import attend_latent
 from unified_models.ops.choose import choose
@@ -20,7 +21,6 @@ from unified_models.ops.compress import compress
 from unified_models.ops.embed import embed
 from unified_models.ops.grouped_linear import grouped_linear
 from unified_models.ops.linear import linear
-from unified_models.ops.linear.probe import probe
 from unified_models.ops.operator import operator
 from unified_models.ops.rope import Rope
 from unified_models.ops.select import select
@@ -39,7 +39,7 @@ class LocalContext:
     def __init__(
         self, step: Step, memory: Memory | None = None, onlooker: Onlooker | None = None
     ) -> None:
-        probe()
+        backend.require(step.device)
         self.step, self.memory, self.onlooker = step, memory or PackMemory(), onlooker
         self._seen: dict[Weight, Version] = {}
 

@@ -10,6 +10,10 @@ class Slot:
 
     path: str = ""
 
+    def layout(self) -> str:
+        """All that decides what a kept row's bytes mean, in words."""
+        raise AssertionError(f"{type(self).__name__} says no layout")
+
     def plain(self) -> None:
         """Keep everything in float32: no quantisation."""
 
@@ -27,6 +31,9 @@ class Rows(Slot):
         self, dim: int, *, keep: int | None = None, record: Record = FLOAT32_RECORD
     ) -> None:
         self.dim, self.keep, self.record = dim, keep, record
+
+    def layout(self) -> str:
+        return f"rows of {self.dim}, keep {self.keep}, {self.record.name}"
 
     def plain(self) -> None:
         self.record = FLOAT32_RECORD
@@ -51,6 +58,10 @@ class Entries(Slot):
         self.channels = dim * (2 if overlap else 1)
         self.open = Rows(2 * self.channels, keep=self.span)
 
+    def layout(self) -> str:
+        overlap = ", overlapping" if self.overlap else ""
+        return f"entries of {self.dim}, stride {self.stride}{overlap}, {self.record.name}"
+
     def plain(self) -> None:
         self.record = FLOAT32_RECORD
 
@@ -66,6 +77,9 @@ class State(Slot):
 
     def __init__(self, shape: tuple[int, int, int], *, chunk: int, row: int) -> None:
         self.shape, self.chunk, self.row = shape, chunk, row
+
+    def layout(self) -> str:
+        return f"state {self.shape}, chunk {self.chunk}, open rows of {self.row}"
 
 
 def slots(model: nn.Module) -> dict[str, Slot]:

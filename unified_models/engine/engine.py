@@ -7,6 +7,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from unified_models.checkpoint import update
 from unified_models.context.interface import Context
 from unified_models.context.local import LocalContext
 from unified_models.context.memory import Memory
@@ -148,6 +149,11 @@ class Engine:
 
     # step by step
 
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests with a seat, oldest first."""
+        return tuple(self._scheduler.running)
+
     def submit(
         self, prompt: Sequence[int], sampling: Sampling | None = None, stream: int = 0
     ) -> Request:
@@ -263,8 +269,6 @@ class Engine:
             ValueError: the version is not larger than the present one, or the tensors do not match. Nothing has
                 changed then.
         """
-        from unified_models import checkpoint
-
         self._notice_commits()
         now = self.stats.weight_version
         version = now + 1 if version is None else version
@@ -272,7 +276,7 @@ class Engine:
             raise ValueError(
                 f"version must be an int larger than the present {now}, got {version!r}"
             )
-        checkpoint.update(self.model, named_tensors)
+        update(self.model, named_tensors)
         self._adopt(version)
 
     def _notice_commits(self) -> None:

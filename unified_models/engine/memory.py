@@ -12,14 +12,18 @@ complete pages.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unified_models.context.memory import Readable
 from unified_models.context.slots import Entries, Rows, Slot
-from unified_models.context.step import Step, owners, starts
+from unified_models.context.step import Step
 from unified_models.engine.pool import PagePool
 from unified_models.engine.table import PageTable
+
+Numbers = NDArray[np.int64]
 
 POISON = 0xFF  # NaN in float32, bfloat16, e4m3 and e8m0
 
@@ -146,7 +150,7 @@ class PagedMemory:
 
     def at(self, step: Step, seats: list[int]) -> "StepMemory":
         """What a context sees: sequence s of the step sits on seats[s], its pages are taken."""
-        return StepMemory(self, step, torch.tensor(seats, dtype=torch.int64))
+        return StepMemory(self, step, np.array(seats, np.int64))
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class StepMemory:
 
     paged: PagedMemory
     step: Step
-    seats_S: Tensor
+    seats_S: Numbers
     _layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
 
     def rows(self, step: Step, slot: Rows, new_TD: Tensor) -> Readable:
@@ -192,23 +196,21 @@ class StepMemory:
         )
 
     def _lay_out(self, store: Store) -> Layout:
-        step, table, stride = self.step, store.table, store.stride
-        past = torch.tensor(step.past, dtype=torch.int64)
-        total = past + torch.tensor(step.lengths, dtype=torch.int64)
-        new_S, end_S = past // stride, total // stride
-        oldest_S = (
-            torch.zeros_like(past) if table.keep is None else (past - table.keep + 1).clamp(min=0)
-        )
+        past_S = np.array(self.step.past, np.int64)
+        total_S = past_S + np.array(self.step.lengths, np.int64)
+        keep = store.table.keep
+        oldest_S = np.zeros_like(past_S) if keep is None else np.maximum(past_S - keep + 1, 0)
+        new_S, end_S = past_S // store.stride, total_S // store.stride
         read_R, base_S = self._places(store, oldest_S, end_S)
         write_N, _ = self._places(store, new_S, end_S)
         device = self.paged.device
-        return Layout(write_N.to(device), read_R.to(device), base_S.to(device))
+        return Layout(*(torch.from_numpy(a).to(device) for a in (write_N, read_R, base_S)))
 
-    def _places(self, store: Store, first_S: Tensor, end_S: Tensor) -> tuple[Tensor, Tensor]:
+    def _places(self, store: Store, first_S: Numbers, end_S: Numbers) -> tuple[Numbers, Numbers]:
         """Rows of `store.data_RB` for rows first .. end of each sequence, and each sequence's base among them."""
         counts_S = end_S - first_S
-        base_S = starts(counts_S)[:-1] - first_S
-        owner_N = owners(counts_S)
-        number_N = torch.arange(len(owner_N)) - base_S[owner_N]
-        page_N = store.table.pages_SK[self.seats_S[owner_N], number_N // store.per_page]
+        base_S = np.cumsum(counts_S) - end_S
+        number_N = np.arange(counts_S.sum()) - base_S.repeat(counts_S)
+        seat_N = self.seats_S.repeat(counts_S)
+        page_N = store.table.pages_SK[seat_N, number_N // store.per_page]
         return page_N * store.per_page + number_N % store.per_page, base_S

@@ -1,6 +1,6 @@
 """The page table of one group of slots: which page holds which tokens of each seat."""
 
-import torch
+import numpy as np
 
 from unified_models.engine.pool import PagePool
 
@@ -10,12 +10,12 @@ class PageTable:
 
     keep: a token reads itself and the keep - 1 tokens before it, so pages wholly older than that go back to the pool
     (None: a sequence keeps all of its pages until it leaves).
-    pages_SK: int64 on the host; page numbers outside of what a seat holds are stale.
+    pages_SK: page of each (seat, number), int64; stale outside of what a seat holds.
     """
 
     def __init__(self, pool: PagePool, page_tokens: int, keep: int | None, seats: int) -> None:
         self.pool, self.page_tokens, self.keep = pool, page_tokens, keep
-        self.pages_SK = torch.zeros(seats, pool.num_pages, dtype=torch.int64)
+        self.pages_SK = np.zeros((seats, pool.num_pages), np.int64)
         self._first = [0] * seats  # number of the oldest page held
         self._held: list[list[int]] = [[] for _ in range(seats)]
         self._named = [0] * seats  # pages of smaller numbers were offered to the pool

@@ -108,7 +108,8 @@ class VectorFP8:
     def decode(self, data: Tensor, dim: int) -> Tensor:
         codes, scales = data.split((dim, 4), -1)
         values: Tensor = codes.contiguous().view(torch.float8_e4m3fn).float()
-        return values * scales.contiguous().view(torch.float32)
+        row: Tensor = values * scales.contiguous().view(torch.float32)
+        return row
 
 
 FLOAT32_RECORD = PlainRecord("float32", torch.float32)

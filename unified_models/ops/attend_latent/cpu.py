@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 BLOCK = 64
+LANES = 16
 CHUNK_BYTES = 1 << 25
 
 
@@ -14,9 +16,15 @@ def token_chunks(q_THD: Tensor, index_TN: Tensor) -> list[slice]:
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
+def filled(x: Tensor) -> Tensor:
+    """float32, contiguous, the last dimension zero-filled to a multiple of 16: a product of narrower or unaligned
+    matrices has other bits at another place in the batch."""
+    return F.pad(x.float(), (0, -x.shape[-1] % LANES)).contiguous()
+
+
 def gather(rows_RD: Tensor, index: Tensor) -> Tensor:
-    """float32 rows [T, 64, D]; zero where there is none, whatever the memory holds."""
-    return rows_RD[index.clamp_min(0)].float().masked_fill((index < 0)[..., None], 0.0)
+    """float32 rows [T, 64, D'], filled; zero where there is none, whatever the memory holds."""
+    return filled(rows_RD[index.clamp_min(0)].masked_fill((index < 0)[..., None], 0.0))
 
 
 def scores(q_THD: Tensor, rows_RD: Tensor, index_TN: Tensor, scale: float) -> Tensor:
@@ -48,7 +56,7 @@ def forward(
     q_THD: Tensor, rows_RD: Tensor, index_TN: Tensor, sinks_H: Tensor | None, scale: float
 ) -> Tensor:
     """float32 [T, H, D]."""
-    q_THD = q_THD.float()
+    D, q_THD = q_THD.shape[-1], filled(q_THD)
     out = torch.zeros_like(q_THD)
     for chunk in token_chunks(q_THD, index_TN):
         index = index_TN[chunk]
@@ -58,7 +66,7 @@ def forward(
             part = slice(b, b + BLOCK)
             acc = acc + torch.bmm(e_THN[..., part].contiguous(), gather(rows_RD, index[:, part]))
         out[chunk] = acc / total_TH[..., None]
-    return out
+    return out[..., :D]
 
 
 def backward(
@@ -74,8 +82,8 @@ def backward(
     With o = sum_n p_n r_n and delta = do . o: ds_n = p_n (do . r_n - delta); dq = scale sum ds_n r_n;
     dr_n = sum over tokens and heads of p_n do + scale ds_n q; dsink = -p_sink delta.
     """
-    q_THD = q_THD.float()
-    dq = torch.zeros_like(q_THD)
+    q_THD, dout_THD = filled(q_THD), filled(dout_THD)
+    D, dq = rows_RD.shape[-1], torch.zeros_like(q_THD)
     drows = torch.zeros(rows_RD.shape, dtype=torch.float32, device=q_THD.device)
     dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)
     for chunk in token_chunks(q_THD, index_TN):
@@ -94,7 +102,8 @@ def backward(
                 ds_THN[..., n].transpose(1, 2), q
             )
             kept = index[:, n] >= 0
-            drows.index_add_(0, index[:, n][kept], dr[kept])
+            drows.index_add_(0, index[:, n][kept], dr[kept][:, :D])
         if dsinks is not None:
-            dsinks -= (sink_TH / total_TH * delta_TH).sum(0)
-    return dq, drows, dsinks
+            share_TH = torch.where(sink_TH.isinf(), 1.0, sink_TH / total_TH)
+            dsinks -= (share_TH * delta_TH).sum(0)
+    return dq[..., :D], drows, dsinks

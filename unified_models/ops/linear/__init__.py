@@ -55,21 +55,35 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """x @ w.T for each weight.
 
-    x: [T, K], or [T, groups, K] for weights of groups; weights [N, K], or [groups * N, K]. float32 accumulation in
-    the order that README.md fixes; one rounding to the format's activation dtype, or to `dtype`.
+    x: [T, K], or [T, groups, K] for weights of groups; weights [N, K], or [groups * N, K]; ValueError otherwise.
+    float32 accumulation in the order that README.md fixes; one rounding to the format's activation dtype, or to
+    `dtype`.
     Backward: dX = dY @ dequantised w; dW = dY.T @ x as the product saw it, to the master.
     """
     prepared: dict[bool, cpu.Input] = {}
     outs = []
     for reading in readings:
-        K = reading.shape[-1]
-        if x.shape[-1] != K:
-            raise ValueError(
-                f"{reading.weight.label}: x has {x.shape[-1]} channels, the weight {K}"
-            )
+        check(x, reading)
         quantize = reading.format.quantizes_input
         if quantize not in prepared:
             prepared[quantize] = cpu.prepare(x.detach(), quantize=quantize)
         out_dtype = dtype or reading.format.activation
         outs.append(apply(_Linear, x, reading.master, reading, prepared[quantize], out_dtype))
     return tuple(outs)
+
+
+def check(x: Tensor, reading: Reading) -> None:
+    """Refuse rows that are not of the weight's shape: a product would drop or misread what is over."""
+    groups, label = reading.weight.groups, reading.weight.label
+    if len(reading.shape) != 2:
+        raise ValueError(
+            f"{label}: a linear takes a matrix, got a weight of shape {tuple(reading.shape)}"
+        )
+    K = reading.shape[-1]
+    if x.shape[-1] != K:
+        raise ValueError(f"{label}: x has {x.shape[-1]} channels, the weight {K}")
+    wanted = (groups, K) if groups > 1 else (K,)
+    if x.shape[1:] != wanted:
+        raise ValueError(
+            f"{label}: x has rows of shape {tuple(x.shape[1:])}, the weight takes {wanted}"
+        )

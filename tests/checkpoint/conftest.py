@@ -1,0 +1,73 @@
+"""The toy architecture, known to the registry while a test of checkpoints runs."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from unified_models import checkpoint, registry
+from unified_models.model import LanguageModel
+
+
+@pytest.fixture(scope="session")
+def toy_file() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("toy", Path(__file__).with_name("toy.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["toy"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def toy(toy_file: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    find, known = registry.find, registry.architectures
+    monkeypatch.setattr(registry, "architectures", lambda: [*known(), "toy"])
+    monkeypatch.setattr(registry, "find", lambda name: toy_file if name == "toy" else find(name))
+    yield toy_file
+
+
+@pytest.fixture
+def loaded(toy: Any, tmp_path: Path) -> Callable[..., LanguageModel]:
+    """`loaded(state, **load options)`: a model from these tensors."""
+
+    def load(
+        state: dict[str, Tensor], config: dict[str, Any] | None = None, **options: Any
+    ) -> LanguageModel:
+        folder = toy.write(tmp_path / f"loaded{len(list(tmp_path.iterdir()))}", state, config=config)
+        return checkpoint.load(folder, **options)
+
+    return load
+
+
+def bits(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+@pytest.fixture
+def same() -> Callable[[Tensor, Tensor], bool]:
+    """Equal in dtype, shape and every bit."""
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and np.array_equal(bits(a), bits(b))
+
+    return equal
+
+
+@pytest.fixture
+def pointers() -> Callable[[LanguageModel], dict[str, int]]:
+    """Where every tensor of a model lives."""
+
+    def of(model: LanguageModel) -> dict[str, int]:
+        found = {name: t.data_ptr() for name, t in model.named_parameters()}
+        return found | {name: t.data_ptr() for name, t in model.named_buffers()}
+
+    return of

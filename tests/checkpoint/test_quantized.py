@@ -1,0 +1,224 @@
+"""How formats lie in files: recognised by tensors, dequantised exactly, kept by a round trip."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unified_models import checkpoint, formats
+from unified_models.checkpoint.quantized import LAYOUTS, recognise, scale_names
+from unified_models.checkpoint.shards import Stored
+
+KINDS = ("bfloat16", "fp8_ue8m0", "fp8_float32", "mxfp4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_c27_dequantised_weights_equal_an_independent_oracle(toy: Any, loaded: Any, kind: str) -> None:
+    state = toy.tensors(kind, kind)
+    exact, deployed = loaded(state, numerics="float32"), loaded(state)
+    for name, path, index in (
+        ("layers.0.proj", "blocks.0.proj", None),
+        ("layers.1.experts.2.w1", "blocks.1.gate", 2),
+        ("layers.1.experts.3.w2", "blocks.1.down", 3),
+    ):
+        expected = toy.oracle(state, name).float()
+        (a, b) = (model.get_submodule(path).master for model in (exact, deployed))
+        a, b = (a, b) if index is None else (a[index], b[index])
+        assert torch.equal(a, expected)
+        assert torch.equal(b, expected.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_c13_one_file_with_two_kinds(toy: Any, loaded: Any, kind: str) -> None:
+    for linear, experts in ((kind, "mxfp4"), ("fp8_ue8m0", kind)):
+        model = loaded(toy.tensors(linear, experts))
+        assert model.blocks[0].proj.format.name == linear
+        assert model.blocks[1].up.format.name == experts
+
+
+def stored(name: str, dtype: str, *shape: int) -> Stored:
+    return Stored(name, Path("f"), dtype, shape, 0)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "scale"),
+    [(576, 320, (5, 3)), (576, 512 + 64, (5, 5)), (129, 1, (2, 1)), (10944, 7, (86, 1)), (128, 128, (1, 1))],
+)
+@pytest.mark.parametrize("dtype", ["F32", "F8_E8M0"])
+def test_c14_partial_blocks(n: int, k: int, scale: tuple[int, int], dtype: str) -> None:
+    weight = stored("x.weight", "F8_E4M3", n, k)
+    kind = recognise(weight, stored("x.scale", dtype, *scale), torch.Size((n, k)), None)
+    assert kind == ("fp8_float32" if dtype == "F32" else "fp8_ue8m0")
+    packed = formats.find(kind).pack(torch.ones(n, k))
+    assert tuple(packed["scales"].shape) == scale
+    assert torch.equal(formats.find(kind).unpack(packed, torch.Size((n, k))), torch.ones(n, k))
+    for wrong in ((scale[0] + 1, scale[1]), (scale[0], scale[1] + 1), (n // 128, k // 128)):
+        if wrong == scale:
+            continue
+        with pytest.raises(ValueError, match=rf"x\.scale is {dtype} \({wrong[0]}, {wrong[1]}\), expected"):
+            recognise(weight, stored("x.scale", dtype, *wrong), torch.Size((n, k)), None)
+
+
+E4M3, I8, E8M0 = "F8_E4M3", "I8", "F8_E8M0"
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "complaint"),
+    [
+        ((E4M3, 64, 96), None, r"x\.weight is F8_E4M3 and its scale is missing: neither x\.scale nor"),
+        ((I8, 64, 48), None, r"x\.weight is I8 and its scale is missing"),
+        (("BF16", 64, 96), ("F32", 1, 1), r"x\.scale scales nothing: x\.weight is BF16"),
+        ((I8, 64, 96), (E8M0, 64, 3), r"x\.weight is I8 \(64, 96\), expected \(64, 48\)"),
+        ((I8, 48, 64), (E8M0, 64, 3), r"x\.weight is I8 \(48, 64\), expected \(64, 48\)"),
+        ((I8, 64, 48), (E8M0, 64, 6), r"x\.scale is F8_E8M0 \(64, 6\), expected \(64, 3\)"),
+        ((I8, 64, 48), ("F32", 64, 3), r"x\.scale is F32, expected F8_E8M0 for I8 codes"),
+        ((E4M3, 64, 96), ("BF16", 1, 1), r"x\.scale is BF16, expected F8_E8M0 for F8_E4M3 codes"),
+        ((E4M3, 96, 64), ("F32", 1, 1), r"x\.weight is F8_E4M3 \(96, 64\), expected \(64, 96\)"),
+        ((E4M3, 64, 96), (E8M0, 64, 3), r"x\.scale is F8_E8M0 \(64, 3\), expected \(1, 1\)"),
+        (("I64", 64, 96), None, r"x\.weight is I64, not a dtype of weights"),
+        (("F32", 64, 95), None, r"x\.weight is F32 \(64, 95\), expected \(64, 96\)"),
+    ],
+)
+def test_e09_d20_what_does_not_fit_is_refused(weight: Any, scale: Any, complaint: str) -> None:
+    given = stored("x.scale", *scale) if scale else None
+    with pytest.raises(ValueError, match=complaint):
+        recognise(stored("x.weight", *weight), given, torch.Size((64, 96)), None)
+
+
+def test_a_vector_is_not_quantised() -> None:
+    with pytest.raises(ValueError, match=r"x\.weight is F8_E4M3, expected plain values \(5,\)"):
+        recognise(stored("x.weight", E4M3, 5), stored("x.scale", "F32", 1), torch.Size((5,)), None)
+
+
+def test_scale_names() -> None:
+    assert scale_names("a.w1.weight") == ("a.w1.scale", "a.w1.weight_scale_inv")
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_e09_a_missing_scale_stops(toy: Any, loaded: Any, kind: str) -> None:
+    state = toy.tensors(kind, kind)
+    del state["layers.1.experts.3.w2.scale"]
+    with pytest.raises(ValueError, match=r"layers\.1\.experts\.3\.w2\.weight is .* its scale is missing"):
+        loaded(state)
+
+
+@pytest.mark.parametrize(
+    ("declared", "held"),
+    [
+        ("fp8_ue8m0", "mxfp4"),
+        ("mxfp4", "fp8_ue8m0"),
+        ("fp8", "mxfp4"),
+        ("fp8_float32", "fp8_ue8m0"),
+        ("fp8_ue8m0", "bfloat16"),
+        ("bfloat16", "fp8_float32"),
+        ("bfloat16", "mxfp4"),
+    ],
+)
+def test_c12_config_and_tensors_contradict(toy: Any, loaded: Any, declared: str, held: str) -> None:
+    told = rf"config says {declared} for blocks\.0\.gate, tensor layers\.0\.experts\.0\.w1\.weight holds {held}"
+    with pytest.raises(ValueError, match=told):
+        loaded(toy.tensors(experts=held), config={"experts": declared})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_c12_a_config_that_does_not_say_takes_what_the_tensors_hold(toy: Any, loaded: Any, kind: str) -> None:
+    model = loaded(toy.tensors(kind, kind))
+    assert {w.format.name for p, w in model.weights() if p.endswith(("proj", "gate", "up", "down"))} == {kind}
+
+
+@pytest.mark.parametrize("member", ["fp8_ue8m0", "fp8_float32"])
+def test_c12_a_family_takes_either_member(toy: Any, loaded: Any, member: str) -> None:
+    assert loaded(toy.tensors(member), config={"linear": "fp8"}).blocks[0].proj.format.name == member
+
+
+def test_c13_experts_of_one_stack_agree(toy: Any, loaded: Any) -> None:
+    state = toy.tensors(experts="mxfp4")
+    for name in [name for name in state if ".experts.2.w1" in name]:
+        del state[name]
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(2):
+        state |= toy.matrix(f"layers.{layer}.experts.2.w1", toy.F, toy.M, "fp8_ue8m0", generator)
+    told = r"blocks\.0\.gate: layers\.0\.experts\.0\.w1\.weight holds mxfp4, layers\.0\.experts\.2\.w1.* fp8_ue8m0"
+    with pytest.raises(ValueError, match=told):
+        loaded(state)
+
+
+@pytest.mark.parametrize("kind", ["fp8_ue8m0", "mxfp4"])
+def test_c15_a_scale_that_is_no_number_stops(toy: Any, loaded: Any, kind: str) -> None:
+    state = toy.tensors(kind)
+    state["layers.1.proj.scale"].view(torch.uint8)[1, 1] = 255
+    with pytest.raises(ValueError, match=r"layers\.1\.proj\.weight: the scale of block \(1, 1\) is 255, no number"):
+        loaded(state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_c15_a_float_scale_that_is_no_number_stops(toy: Any, loaded: Any, value: float) -> None:
+    state = toy.tensors("fp8_float32")
+    state["layers.0.proj.scale"][0, 1] = value
+    with pytest.raises(ValueError, match=r"layers\.0\.proj\.weight: the scale of block \(0, 1\) is -?(nan|inf)"):
+        loaded(state)
+
+
+def zeroed(toy: Any, kind: str) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = toy.tensors(kind, kind)
+    for name, tensor in state.items():
+        if ".proj.weight" in name:
+            tensor.view(torch.uint8).zero_()
+            tensor.view(torch.uint8)[0, 0] = 0x21
+    return state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_c15_zero_blocks_stay_zero(toy: Any, loaded: Any, kind: str) -> None:
+    weight = loaded(zeroed(toy, kind)).blocks[0].proj
+    values = weight().value
+    assert values[1:].count_nonzero() == 0 and values.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8_ue8m0", "mxfp4"])
+def test_c10_exact_formats_are_reported_unchanged(toy: Any, loaded: Any, kind: str) -> None:
+    model = loaded(toy.tensors(kind, kind))
+    assert model.load_report.changed == ()
+    file = toy.oracle(toy.tensors(kind, kind), "layers.0.proj").float()
+    assert torch.equal(model.blocks[0].proj().value, file)
+
+
+def test_c10_float_scales_are_repacked_and_reported(toy: Any, loaded: Any, tmp_path: Path) -> None:
+    state = toy.tensors("fp8_float32")
+    model = loaded(state)
+    changed = {change.name: change for change in model.load_report.changed}
+    assert set(changed) == {"layers.0.proj.weight", "layers.1.proj.weight"}
+    change = changed["layers.0.proj.weight"]
+    assert (change.format, change.blocks, change.changed) == ("fp8_float32", 4, 4)
+    old = toy.oracle(state, "layers.0.proj").float()
+    new = model.blocks[0].proj().value
+    worst = ((old - new).abs() / torch.maximum(old.abs(), new.abs())).nan_to_num(0).max()
+    assert change.largest == pytest.approx(worst.item(), rel=1e-6) and 0 < worst < 0.1
+    assert str(change) in str(model.load_report)
+
+
+def test_c10_both_sides_convert_alike(toy: Any, loaded: Any, same: Any) -> None:
+    """Packed bytes of a load, and of another model that was sent its masters."""
+    a = loaded(toy.tensors("fp8_float32", "fp8_float32"))
+    b = loaded(toy.tensors("fp8_float32", "fp8_float32", seed=1))
+    checkpoint.update(b, checkpoint.named_tensors(a))
+    for (_, x), (_, y) in zip(a.weights(), b.weights(), strict=True):
+        assert all(same(x().packed[name], y().packed[name]) for name in x.packed_names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_f15_serving_keeps_the_bytes_of_the_file(toy: Any, loaded: Any, same: Any, kind: str) -> None:
+    state = toy.tensors(kind, kind)
+    model = loaded(state, weights="file")
+    assert (model.weights_from, model.load_report.changed) == ("file", ())
+    assert list(model.parameters()) == []
+    packed = model.blocks[0].proj().packed
+    weight = state["layers.0.proj.weight"]
+    if kind == "bfloat16":
+        assert same(packed["values"], weight)
+    else:
+        assert same(packed["codes"], weight.view(torch.uint8))
+        assert same(packed["scales"].view(torch.uint8), state["layers.0.proj.scale"].view(torch.uint8))
+    assert torch.equal(model.blocks[1].gate().value[3], toy.oracle(state, "layers.1.experts.3.w1").float())

@@ -1,0 +1,102 @@
+"""swiglu and sigmoid: clamps, their boundary, and values far out."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from unified_models.ops import sigmoid, swiglu
+from unified_models.ops.activation import silu
+from unified_models.ops.activation.reference import swiglu as reference
+
+LIMIT = 10.0
+AROUND = [9.999, 10.0, 10.001]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("limit", [None, LIMIT], ids=["no-limit", "limit10"])
+def test_swiglu_and_backward(check_gradients, dtype: torch.dtype, limit: float | None) -> None:
+    gate, up = ((8 * torch.randn(40, 33)).to(dtype).requires_grad_() for _ in "gu")
+    check_gradients(
+        lambda: swiglu(gate, up, limit),
+        lambda gate, up: reference(gate, up, limit),
+        {"gate": gate, "up": up},
+        terms=8,
+    )
+
+
+@pytest.mark.parametrize("fn", [sigmoid, silu], ids=lambda f: f.__name__)
+def test_sigmoid_and_silu_and_backward(check_gradients, fn) -> None:
+    x = (8 * torch.randn(300)).requires_grad_()
+    truth = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}[fn.__name__]
+    check_gradients(lambda: fn(x), lambda x: truth(x), {"x": x}, terms=8)
+
+
+def test_gradient_by_finite_differences() -> None:
+    gate, up = (4 * torch.randn(30, dtype=torch.float64) for _ in "gu")
+    inputs = (gate.requires_grad_(), up.requires_grad_())
+    assert torch.autograd.gradcheck(lambda g, u: reference(g, u, LIMIT), inputs)
+    assert torch.autograd.gradcheck(sigmoid, inputs[:1])
+    assert torch.autograd.gradcheck(silu, inputs[:1])
+
+
+@pytest.mark.parametrize("width", [1, 7, 33, 128])
+def test_rows_keep_their_bits(check_rows, width: int) -> None:
+    gate, up = (8 * torch.randn(150, width) for _ in "gu")
+    assert check_rows(lambda g, u: swiglu(g, u, LIMIT), gate, up) > 0
+    assert check_rows(lambda g, u: swiglu(g, u), gate.bfloat16(), up.bfloat16()) > 0
+    assert check_rows(sigmoid, gate) > 0
+
+
+def independent(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The value and both derivatives, written by hand in float64 with Python numbers."""
+    rows = []
+    for g, u in zip(gate.tolist(), up.tolist(), strict=True):
+        cut_g, cut_u = min(g, LIMIT), max(-LIMIT, min(u, LIMIT))
+        s = 1 / (1 + torch.tensor(-cut_g, dtype=torch.float64).exp().item())
+        d_gate = s * (1 + cut_g * (1 - s)) * cut_u * (g <= LIMIT)
+        d_up = cut_g * s * (abs(u) <= LIMIT)
+        rows.append((cut_g * s * cut_u, d_gate, d_up))
+    return tuple(torch.tensor(rows, dtype=torch.float64).T)
+
+
+def test_clamps_C23() -> None:
+    """The gate is clamped above only, up both ways."""
+    gates, ups = torch.tensor([-20.0, -12.0, 2.0, 20.0]), torch.tensor([-20.0, 20.0])
+    gate, up = (t.flatten() for t in torch.meshgrid(gates, ups, indexing="ij"))
+    want, _, _ = independent(gate, up)
+    assert torch.allclose(swiglu(gate, up, LIMIT).double(), want, rtol=1e-6)
+    assert swiglu(gates[3:], ups[1:], LIMIT).item() == pytest.approx(99.9954602, rel=1e-6)
+    assert swiglu(gates[:1], ups[1:], LIMIT).item() == pytest.approx(-4.1223072e-07, rel=1e-6)
+
+
+def test_gradient_at_the_clamp_and_backward_C24() -> None:
+    """Exactly at the limit the gradient passes, just above it is zero, for gate and up; far below, the gate's passes."""
+    values = [*AROUND, *(-v for v in AROUND), 3.0]
+    gate, up = (
+        t.flatten().clone().requires_grad_()
+        for t in torch.meshgrid(torch.tensor(values), torch.tensor(values), indexing="ij")
+    )
+    swiglu(gate, up, LIMIT).sum().backward()
+    _, d_gate, d_up = independent(gate.detach(), up.detach())
+    assert torch.equal(gate.grad == 0, d_gate == 0)
+    assert torch.equal(up.grad == 0, d_up == 0)
+    assert torch.allclose(gate.grad.double(), d_gate, rtol=1e-5, atol=1e-9)
+    assert torch.allclose(up.grad.double(), d_up, rtol=1e-5)
+    assert int((d_gate == 0).sum()) == 7
+    assert int((d_up == 0).sum()) == 14
+
+
+def test_far_out_and_backward() -> None:
+    """exp overflows where the functions are finite: no NaN, in value or gradient."""
+    x = torch.tensor([-1e4, -200.0, -89.0, 0.0, 89.0, 200.0, 1e4], requires_grad=True)
+    up = torch.ones(7, requires_grad=True)
+    for out in (sigmoid(x), silu(x), swiglu(x, up, LIMIT)):
+        grads = torch.autograd.grad(out.sum(), x)
+        assert bool(out.isfinite().all() and grads[0].isfinite().all())
+    assert torch.equal(sigmoid(x)[[0, -1]], torch.tensor([0.0, 1.0]))
+
+
+def test_one_rounding_to_bfloat16() -> None:
+    gate, up = (torch.randn(500).bfloat16() for _ in "gu")
+    got, want = swiglu(gate, up), swiglu(gate.float(), up.float())
+    assert torch.equal(got, want.bfloat16())

@@ -1,0 +1,199 @@
+"""linear: every format against the straight-through reference, and rows whose bits never move."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from unified_models.formats.activations import dequantized_rows
+from unified_models.ops.linear import cpu, linear
+from unified_models.ops.linear import probe as start_up
+from unified_models.ops.linear.reference import linear as reference
+from unified_models.ops.linear.reference import straight_through
+
+# format, K, N: whole blocks, and sizes that are multiples of neither 128 nor 16 (mxfp4 needs 32 along K).
+SHAPES = [
+    ("bfloat16", 128, 128),
+    ("bfloat16", 100, 40),
+    ("bfloat16", 7, 1),
+    ("float32", 320, 33),
+    ("float32", 1024, 24),
+    ("fp8_ue8m0", 256, 128),
+    ("fp8_ue8m0", 300, 130),
+    ("fp8_ue8m0", 5, 3),
+    ("fp8_float32", 300, 130),
+    ("mxfp4", 96, 40),
+    ("mxfp4", 288, 17),
+]
+IDS = [f"{name}-{k}x{n}" for name, k, n in SHAPES]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def values(k: int, n: int) -> Tensor:
+    return torch.randn(n, k) / math.sqrt(k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "k", "n"), SHAPES, ids=IDS)
+def test_linear_and_backward(check_gradients, make_weight, name, k, n, dtype) -> None:
+    weight = make_weight(values(k, n), name)
+    x = torch.randn(21, k).to(dtype).requires_grad_()
+    reading = weight()
+    seen = dequantized_rows(x.detach()) if reading.format.quantizes_input else None
+    check_gradients(
+        lambda: linear(x, reading),
+        lambda x, w: reference(x, w, seen, reading.dequantized()),
+        {"x": x, "w": weight.master},
+        terms=k,
+    )
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_ue8m0", "fp8_float32", "mxfp4"])
+def test_groups_and_backward(check_gradients, make_weight, name) -> None:
+    """Groups of 40 rows: a 128-block of FP8 scales spans several of them."""
+    groups, k, n = 3, 160, 40
+    weight = make_weight(values(k, groups * n), name, groups=groups)
+    x = torch.randn(19, groups, k, dtype=torch.bfloat16).requires_grad_()
+    reading = weight()
+    seen = dequantized_rows(x.detach()) if reading.format.quantizes_input else x.detach()
+
+    def groupwise(x: Tensor, w: Tensor) -> Tensor:
+        w = straight_through(w, reading.dequantized()).unflatten(0, (groups, n))
+        parts = [reference(x[:, g], w[g], seen[:, g]) for g in range(groups)]
+        return torch.stack(parts, 1)
+
+    leaves = {"x": x, "w": weight.master}
+    check_gradients(lambda: linear(x, reading), groupwise, leaves, terms=k)
+
+
+def test_several_weights_backward_and_dtype(check_gradients, make_weight) -> None:
+    """An FP8 and a bfloat16 weight in one call: each sees x its own way, and x gets both gradients."""
+    coarse, plain = make_weight(values(200, 24), "fp8_ue8m0"), make_weight(values(200, 9))
+    x = torch.randn(5, 200).requires_grad_()  # in bfloat16 each part, and their sum, is rounded
+    seen, packed = dequantized_rows(x.detach()), (coarse().dequantized(), plain().dequantized())
+    check_gradients(
+        lambda: linear(x, coarse(), plain(), dtype=torch.float32),
+        lambda x, a, b: (reference(x, a, seen, packed[0]), reference(x, b, None, packed[1])),
+        {"x": x, "a": coarse.master, "b": plain.master},
+        terms=400,
+    )
+
+
+def test_reference_gradient_by_finite_differences() -> None:
+    x, w = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in "xw")
+    assert torch.autograd.gradcheck(reference, (x, w))
+
+
+@pytest.mark.parametrize(("name", "k", "n"), SHAPES, ids=IDS)
+def test_rows_keep_their_bits(check_rows, make_weight, name, k, n) -> None:
+    reading = make_weight(values(k, n), name)()
+    x = torch.randn(150, k)
+    assert check_rows(lambda x: linear(x, reading), x) > 0
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_ue8m0"])
+def test_rows_of_groups_keep_their_bits(check_rows, make_weight, name) -> None:
+    reading = make_weight(values(160, 80), name, groups=2)()
+    x = torch.randn(150, 2, 160, dtype=torch.bfloat16)
+    assert check_rows(lambda x: linear(x, reading, dtype=torch.float32), x) > 0
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_ue8m0", "fp8_float32", "mxfp4"])
+def test_columns_do_not_depend_on_the_others(make_weight, same_bits, name) -> None:
+    """16-row slices of w, cut at any row of a plain weight and at block edges of a quantised one."""
+    w, x = values(256, 384), torch.randn(33, 256, dtype=torch.bfloat16)
+    whole, count = linear(x, make_weight(w, name)())[0], 0
+    for part in (slice(0, 128), slice(128, 384), slice(256, 272)):
+        alone = linear(x, make_weight(w[part], name)())[0]
+        if part.stop % 128 == 0:
+            count += same_bits(alone, whole[:, part], f"columns {part}")
+    assert count > 0
+
+
+def test_products_of_fp8_blocks_are_added_in_order(make_weight, same_bits) -> None:
+    """The written order: per 128-block, the product of codes times (x scale * w scale), blocks from the first on."""
+    reading = make_weight(values(384, 32), "fp8_float32")()
+    x = torch.randn(4, 384)
+    rows, w = cpu.prepare(x, quantize=True), reading.operand(cpu.operand)
+    total = torch.zeros(4, 32)
+    for b in range(3):
+        dots = cpu.tiled_mm(rows.x[:, 128 * b : 128 * (b + 1)], w.w[0, b])
+        total = total + dots * (rows.scales[:, b, None] * w.scales[0, b])
+    assert same_bits(linear(x, reading, dtype=torch.float32)[0], total, "blocks in order") == 128
+
+
+def test_no_rows_and_backward(make_weight) -> None:
+    weight = make_weight(values(64, 8))
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, requires_grad=True)
+    (y,) = linear(x, weight())
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert x.grad.shape == (0, 64)
+    assert torch.equal(weight.master.grad, torch.zeros(8, 64))
+
+
+def test_saturated_values_pass_their_gradient_F18(make_weight) -> None:
+    """A value of its block's largest size has no clipped gradient: q is the identity in the backward. With a
+    power-of-two scale nothing exceeds 448; a hand-made scale shows the clip."""
+    x = torch.full((1, 128), 3.0)
+    x[0, 0] = 1000.0
+    x.requires_grad_()
+    weight = make_weight(torch.ones(16, 128), "fp8_ue8m0")
+    (y,) = linear(x, weight(), dtype=torch.float32)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((1, 128), 16.0))
+    weight.get_buffer("scales").fill_(
+        120
+    )  # 2^-7 where 2^-8 is needed: the forward now reads another value
+    (y,) = linear(x.detach(), weight(), dtype=torch.float32)
+    y.sum().backward()
+    assert bool((weight.master.grad == weight.master.grad[0]).all())
+
+
+def test_zero_blocks_stay_zero_C15(make_weight) -> None:
+    """256x256 zeros with one non-zero tile, and a row of zeros: no NaN, zeros where zeros are."""
+    w = torch.zeros(256, 256)
+    w[128:, 128:] = torch.randn(128, 128)
+    x = torch.randn(3, 256)
+    x[1] = 0
+    for name in ("fp8_ue8m0", "fp8_float32", "mxfp4"):
+        (y,) = linear(x, make_weight(w, name)(), dtype=torch.float32)
+        assert bool(y.isfinite().all())
+        assert bool((y[:, :128] == 0).all() and (y[1] == 0).all())
+        assert bool((y[[0, 2], 128:] != 0).all())
+
+
+def test_channels_must_agree(make_weight) -> None:
+    weight = make_weight(values(64, 8))
+    weight.label = "blocks.0.wq"
+    with pytest.raises(ValueError, match=r"blocks\.0\.wq: x has 63 channels, the weight 64"):
+        linear(torch.zeros(2, 63), weight())
+
+
+def test_groups_must_agree(make_weight) -> None:
+    weight = make_weight(values(64, 8), groups=2)
+    weight.label = "wo_a"
+    for shape in ((2, 3, 64), (2, 64)):
+        told = rf"wo_a: x has rows of shape \({shape[1]}.*\), the weight takes \(2, 64\)"
+        with pytest.raises(ValueError, match=told):
+            linear(torch.zeros(shape), weight())
+
+
+def test_a_stack_of_matrices_is_refused(make_weight) -> None:
+    stack = make_weight(torch.zeros(3, 8, 64))
+    with pytest.raises(ValueError, match=r"takes a matrix, got a weight of shape \(3, 8, 64\)"):
+        linear(torch.zeros(2, 64), stack())
+
+
+def test_probe_passes_here_and_names_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_up.probe.cache_clear()
+    start_up.probe()
+    start_up.probe.cache_clear()
+    monkeypatch.setattr(start_up, "tiled_mm", lambda x, w: x @ w.T)
+    with pytest.raises(RuntimeError, match=r"not row-invariant .* rows \(K 128, N 128\)"):
+        start_up.probe()
+    assert torch.get_num_threads() == 1
+    monkeypatch.undo()
+    start_up.probe.cache_clear()
+    start_up.probe()

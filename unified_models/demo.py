@@ -1,0 +1,157 @@
+"""The promise on a tiny model: rollouts with policy-gradient updates between them, each logprob computed again by the
+training forward, and next to it what the same model file gives under plain batch-shaped operators."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from unified_models.checkpoint import load, named_tensors
+from unified_models.context.plain import PlainContext
+from unified_models.engine import Engine, Output, Sampling
+from unified_models.model import LanguageModel
+from unified_models.tiny import make_tiny
+from unified_models.training import logprobs
+from unified_models.verify.compare import Comparison, bits
+
+PROMPT_LENGTHS = (5, 18, 61, 122)  # inside and beyond a window; the last closes a 128-window while it generates
+
+
+@dataclass(frozen=True)
+class Settings:
+    """samples: rollouts of each prompt. tokens: sampled in each. lr: of AdamW, on float32 masters."""
+
+    samples: int = 4
+    tokens: int = 16
+    updates: int = 2
+    lr: float = 3e-3
+    seed: int = 0
+    numerics: str = "deployed"
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("tokens", 1), ("updates", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)}; at least {least}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr = {self.lr}; a positive number")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rollout: engine against training forward (exact), and the same two under PlainContext (plain).
+
+    apart: the largest |difference| of the plain pair, in nats. reward: mean over the sampled tokens.
+    """
+
+    version: int
+    exact: Comparison
+    plain: Comparison
+    apart: float
+    reward: float
+
+
+@dataclass
+class Demo:
+    """What one architecture showed."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rollout compared tokens, and none had an unequal bit."""
+        return bool(self.rows) and all(r.exact.compared and not r.exact.unequal for r in self.rows)
+
+    def table(self) -> Table:
+        """One row a rollout."""
+        table = Table(title=f"{self.name}: logprobs of the rollout against those of the training forward")
+        for header in ("weights", "tokens", "unequal", "plain: unequal", "plain: apart", "reward"):
+            table.add_column(header, justify="right")
+        for row in self.rows:
+            mark = "[red]{}[/]" if row.exact.unequal or not row.exact.compared else "[green]{}[/]"
+            table.add_row(
+                f"version {row.version}",
+                str(row.exact.compared),
+                mark.format(row.exact.unequal),
+                f"{row.plain.unequal} of {row.plain.compared}",
+                f"{row.apart:.2g} nats",
+                f"{row.reward:.3f}",
+            )
+        return table
+
+    def story(self) -> str:
+        """What the table shows, in sentences made of its numbers."""
+        exact = sum((row.exact for row in self.rows), Comparison(0, 0))
+        plain = sum((row.plain for row in self.rows), Comparison(0, 0))
+        apart = max(row.apart for row in self.rows)
+        first, last = self.rows[0].reward, self.rows[-1].reward
+        return (
+            f"The engine sampled {exact.compared} tokens under {len(self.rows)} versions of the weights; of their "
+            f"float32 logprobs, {exact.unequal} have other bits in the training forward, which is the one that was "
+            f"differentiated. The same model file under plain batch-shaped torch operators disagrees with itself on "
+            f"{plain.unequal} of {plain.compared}, by up to {apart:.2g} nats: an importance ratio of up to "
+            f"{math.exp(apart):.3g} where it is 1 by definition. The reward (share of even tokens) went from "
+            f"{first:.3f} to {last:.3f} in {len(self.rows) - 1} updates."
+        )
+
+
+def run(name: str, folder: str | Path, settings: Settings) -> Iterator[Row]:
+    """Make a tiny checkpoint in `folder`, then yield one row a rollout; the weights are updated between two rollouts.
+
+    REINFORCE: an even token earns 1, an odd one 0, and the baseline is the mean over the rollout.
+    """
+    make_tiny(name, folder, seed=settings.seed)
+    trainer, server = (load(folder, numerics=settings.numerics) for _ in range(2))
+    engine, plain = Engine(server), Engine(server, context=PlainContext)
+    trained = [p for p in trainer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.0)
+    trainer.commit_after(optimizer)
+    prompts = make_prompts(trainer.config.vocab_size, settings)
+
+    for version in range(settings.updates + 1):
+        sampling = Sampling(max_tokens=settings.tokens, seed=settings.seed + version)
+        outs = engine.generate(prompts, sampling)
+        assert all(v == version for out in outs for v in out.versions), "tokens of another version"
+        lps = of_sampled(logprobs(trainer, joined(prompts, outs)), prompts)
+        reward = torch.tensor([[token % 2 == 0 for token in out.ids] for out in outs]).float()
+        exact = bits([out.logprobs for out in outs], lps)
+        yield Row(version, exact, *plain_gap(plain, trainer, prompts, sampling), float(reward.mean()))
+        if version < settings.updates:
+            loss = -((reward - reward.mean()) * torch.stack(lps)).mean()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            engine.update_weights(named_tensors(trainer), version=version + 1)
+
+
+@torch.no_grad()
+def plain_gap(
+    plain: Engine, trainer: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> tuple[Comparison, float]:
+    """Roll the same prompts out by plain operators, recompute in one pack by plain operators; how far apart in nats."""
+    outs = plain.generate(prompts, sampling)
+    rolled = [out.logprobs for out in outs]
+    packed = logprobs(trainer, joined(prompts, outs), context=PlainContext)
+    again = of_sampled(packed, prompts)
+    return bits(rolled, again), float((torch.cat(rolled) - torch.cat(again)).abs().max())
+
+
+def make_prompts(vocab_size: int, settings: Settings) -> list[list[int]]:
+    """Random ids; `samples` copies of each prompt side by side."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    prompts = [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return [prompt for prompt in prompts for _ in range(settings.samples)]
+
+
+def joined(prompts: Sequence[Sequence[int]], outs: Sequence[Output]) -> list[list[int]]:
+    """Each prompt with what was sampled onto it."""
+    return [[*prompt, *out.ids] for prompt, out in zip(prompts, outs, strict=True)]
+
+
+def of_sampled(lps: Sequence[Tensor], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The logprobs of what follows each prompt, out of those of whole sequences."""
+    return [lp[len(prompt) - 1 :] for lp, prompt in zip(lps, prompts, strict=True)]

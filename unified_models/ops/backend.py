@@ -1,0 +1,67 @@
+"""Which implementation runs: one table, printed on request, and what a process must be like for its bits to be kept."""
+
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+
+from unified_models.ops.linear.probe import probe
+
+OPERATORS = (
+    "activation",
+    "attend_latent",
+    "choose",
+    "combine",
+    "compress",
+    "embed",
+    "grouped_linear",
+    "hyper_connect",
+    "linear",
+    "logprob",
+    "rms_norm",
+    "rope",
+    "router_scores",
+    "select",
+)
+BACKENDS = {"cpu": dict.fromkeys(OPERATORS, "cpu")}
+"""Device type -> operator -> implementation."""
+
+
+def require(device: torch.device) -> None:
+    """Refuse a process whose bits could differ from another's. RuntimeError gives the reason, in one line.
+
+    Called by every context, so it costs a few attribute reads; the probe of the machine's matrix product runs once.
+    """
+    if device.type not in BACKENDS:
+        known = ", ".join(sorted(BACKENDS))
+        raise RuntimeError(
+            f"no exact backend for device {str(device)!r}; there is one for: {known}"
+        )
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            "autocast is on: it would round inside operators, and change bits; switch it off"
+        )
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile keeps float32 between fused bf16 operators, and changes bits; run eagerly"
+        )
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise RuntimeError(
+            f"torch.set_float32_matmul_precision is {precision!r}, which lets float32 products run in bf16; "
+            "set it to 'highest'"
+        )
+    probe()
+
+
+@functools.lru_cache(maxsize=1)
+def sources() -> dict[str, str]:
+    """Each file that defines the bits (operators, formats, lists) and the first 16 hex digits of its SHA-256."""
+    root = Path(__file__).parent.parent
+    files = [*root.glob("ops/**/*.py"), *root.glob("formats/*.py"), *root.glob("context/l*.py")]
+    return {
+        str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        for file in sorted(files)
+        if file.name != "reference.py"
+    }
