@@ -18,15 +18,21 @@ from unified_models.tiny import make_tiny
 from unified_models.training import logprobs
 from unified_models.verify.compare import Comparison, bits
 
-PROMPT_LENGTHS = (5, 18, 61, 122)  # inside and beyond a window; the last closes a 128-window while it generates
+PROMPT_LENGTHS = (
+    5,
+    18,
+    61,
+    122,
+)  # inside and beyond a window; the last closes a 128-window while it generates
 
 
 @dataclass(frozen=True)
 class Settings:
-    """samples: rollouts of each prompt. tokens: sampled in each. lr: of AdamW, on float32 masters."""
+    """samples: rollouts of each prompt. tokens: sampled in the longest of them; the others end earlier, at different
+    lengths, so that the batch shrinks to one. lr: of AdamW, on float32 masters."""
 
     samples: int = 4
-    tokens: int = 16
+    tokens: int = 32
     updates: int = 2
     lr: float = 3e-3
     seed: int = 0
@@ -68,7 +74,9 @@ class Demo:
 
     def table(self) -> Table:
         """One row a rollout."""
-        table = Table(title=f"{self.name}: logprobs of the rollout against those of the training forward")
+        table = Table(
+            title=f"{self.name}: logprobs of the rollout against those of the training forward"
+        )
         for header in ("weights", "tokens", "unequal", "plain: unequal", "plain: apart", "reward"):
             table.add_column(header, justify="right")
         for row in self.rows:
@@ -113,15 +121,16 @@ def run(name: str, folder: str | Path, settings: Settings) -> Iterator[Row]:
     prompts = make_prompts(trainer.config.vocab_size, settings)
 
     for version in range(settings.updates + 1):
-        sampling = Sampling(max_tokens=settings.tokens, seed=settings.seed + version)
-        outs = engine.generate(prompts, sampling)
+        samplings = make_samplings(len(prompts), version, settings)
+        outs = engine.generate(prompts, samplings)
         assert all(v == version for out in outs for v in out.versions), "tokens of another version"
         lps = of_sampled(logprobs(trainer, joined(prompts, outs)), prompts)
-        reward = torch.tensor([[token % 2 == 0 for token in out.ids] for out in outs]).float()
+        reward = torch.tensor([float(token % 2 == 0) for out in outs for token in out.ids])
         exact = bits([out.logprobs for out in outs], lps)
-        yield Row(version, exact, *plain_gap(plain, trainer, prompts, sampling), float(reward.mean()))
+        gap = plain_gap(plain, trainer, prompts, samplings)
+        yield Row(version, exact, *gap, float(reward.mean()))
         if version < settings.updates:
-            loss = -((reward - reward.mean()) * torch.stack(lps)).mean()
+            loss = -((reward - reward.mean()) * torch.cat(lps)).mean()
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -130,10 +139,14 @@ def run(name: str, folder: str | Path, settings: Settings) -> Iterator[Row]:
 
 @torch.no_grad()
 def plain_gap(
-    plain: Engine, trainer: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling
+    plain: Engine,
+    trainer: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
 ) -> tuple[Comparison, float]:
-    """Roll the same prompts out by plain operators, recompute in one pack by plain operators; how far apart in nats."""
-    outs = plain.generate(prompts, sampling)
+    """The same prompts rolled out by plain operators and computed again, in one pack, by plain operators: how many
+    bits differ, and by how many nats."""
+    outs = plain.generate(prompts, samplings)
     rolled = [out.logprobs for out in outs]
     packed = logprobs(trainer, joined(prompts, outs), context=PlainContext)
     again = of_sampled(packed, prompts)
@@ -143,8 +156,21 @@ def plain_gap(
 def make_prompts(vocab_size: int, settings: Settings) -> list[list[int]]:
     """Random ids; `samples` copies of each prompt side by side."""
     generator = torch.Generator().manual_seed(settings.seed)
-    prompts = [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    prompts = [
+        torch.randint(vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS
+    ]
     return [prompt for prompt in prompts for _ in range(settings.samples)]
+
+
+def make_samplings(count: int, version: int, settings: Settings) -> list[Sampling]:
+    """Lengths evenly spread up to `settings.tokens`, in a random order; other draws in each rollout and sequence."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    shares = (torch.randperm(count, generator=generator) + 1).tolist()
+    first = (settings.seed * (settings.updates + 1) + version) * count
+    return [
+        Sampling(max_tokens=max(1, settings.tokens * share // count), seed=first + i)
+        for i, share in enumerate(shares)
+    ]
 
 
 def joined(prompts: Sequence[Sequence[int]], outs: Sequence[Output]) -> list[list[int]]:

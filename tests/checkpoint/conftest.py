@@ -41,7 +41,9 @@ def loaded(toy: Any, tmp_path: Path) -> Callable[..., LanguageModel]:
     def load(
         state: dict[str, Tensor], config: dict[str, Any] | None = None, **options: Any
     ) -> LanguageModel:
-        folder = toy.write(tmp_path / f"loaded{len(list(tmp_path.iterdir()))}", state, config=config)
+        folder = toy.write(
+            tmp_path / f"loaded{len(list(tmp_path.iterdir()))}", state, config=config
+        )
         return checkpoint.load(folder, **options)
 
     return load

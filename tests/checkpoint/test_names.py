@@ -18,7 +18,9 @@ class Small(LanguageModel):
     def __init__(self) -> None:
         super().__init__()
         self.embed = Weight("vocab", 3, None, 4)
-        self.blocks = nn.ModuleList([nn.ModuleDict({"a": Weight(None, 2, None, 4), "t": Table("v", 3)})])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"a": Weight(None, 2, None, 4), "t": Table("v", 3)})]
+        )
         self.stack = Weight("experts", 2, None, 5, None, 4)
 
 
@@ -74,7 +76,10 @@ def without(path: str) -> dict[str, str | tuple[str, ...]]:
         (ROWS | {"stack": ("e.{e}", "f")}, "no {e} in 'f'"),
         (ROWS | {"blocks.{l}.{w:a|t}": "layers.{l}.{w}.{e}"}, "all name it"),
         (without("blocks.{l}.{w:a=x|t=y}") | {"blocks.{l}.{l:a|t}": "x.{l}"}, "{l} twice"),
-        (without("blocks.{l}.{w:a=x|t=y}") | {"blocks.0.{w:a|t}": "x.{w}.{e}"}, "nothing is stacked"),
+        (
+            without("blocks.{l}.{w:a=x|t=y}") | {"blocks.0.{w:a|t}": "x.{w}.{e}"},
+            "nothing is stacked",
+        ),
     ],
 )
 def test_bad_tables_are_assertions(rows: dict[str, Any], complaint: str) -> None:
@@ -108,12 +113,16 @@ def test_c06_e09_every_spelling_loads(
         assert name == also and same(a, b)
 
 
-def test_e09_scales_as_transformers_spells_them(toy: Any, loaded: Any, same: Callable[..., bool]) -> None:
+def test_e09_scales_as_transformers_spells_them(
+    toy: Any, loaded: Any, same: Callable[..., bool]
+) -> None:
     state = toy.tensors("fp8_ue8m0")
     spelled = {name.replace(".scale", ".weight_scale_inv"): t for name, t in state.items()}
     assert set(spelled) != set(state)
     a, b = (loaded(s).blocks[0].proj() for s in (state, spelled))
-    assert same(a.packed["codes"], b.packed["codes"]) and same(a.packed["scales"], b.packed["scales"])
+    assert same(a.packed["codes"], b.packed["codes"]) and same(
+        a.packed["scales"], b.packed["scales"]
+    )
 
 
 def test_two_spellings_of_one_tensor_stop(toy: Any, loaded: Any) -> None:

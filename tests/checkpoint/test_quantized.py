@@ -15,7 +15,9 @@ KINDS = ("bfloat16", "fp8_ue8m0", "fp8_float32", "mxfp4")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c27_dequantised_weights_equal_an_independent_oracle(toy: Any, loaded: Any, kind: str) -> None:
+def test_c27_dequantised_weights_equal_an_independent_oracle(
+    toy: Any, loaded: Any, kind: str
+) -> None:
     state = toy.tensors(kind, kind)
     exact, deployed = loaded(state, numerics="float32"), loaded(state)
     for name, path, index in (
@@ -44,7 +46,13 @@ def stored(name: str, dtype: str, *shape: int) -> Stored:
 
 @pytest.mark.parametrize(
     ("n", "k", "scale"),
-    [(576, 320, (5, 3)), (576, 512 + 64, (5, 5)), (129, 1, (2, 1)), (10944, 7, (86, 1)), (128, 128, (1, 1))],
+    [
+        (576, 320, (5, 3)),
+        (576, 512 + 64, (5, 5)),
+        (129, 1, (2, 1)),
+        (10944, 7, (86, 1)),
+        (128, 128, (1, 1)),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["F32", "F8_E8M0"])
 def test_c14_partial_blocks(n: int, k: int, scale: tuple[int, int], dtype: str) -> None:
@@ -57,7 +65,9 @@ def test_c14_partial_blocks(n: int, k: int, scale: tuple[int, int], dtype: str) 
     for wrong in ((scale[0] + 1, scale[1]), (scale[0], scale[1] + 1), (n // 128, k // 128)):
         if wrong == scale:
             continue
-        with pytest.raises(ValueError, match=rf"x\.scale is {dtype} \({wrong[0]}, {wrong[1]}\), expected"):
+        with pytest.raises(
+            ValueError, match=rf"x\.scale is {dtype} \({wrong[0]}, {wrong[1]}\), expected"
+        ):
             recognise(weight, stored("x.scale", dtype, *wrong), torch.Size((n, k)), None)
 
 
@@ -67,7 +77,11 @@ E4M3, I8, E8M0 = "F8_E4M3", "I8", "F8_E8M0"
 @pytest.mark.parametrize(
     ("weight", "scale", "complaint"),
     [
-        ((E4M3, 64, 96), None, r"x\.weight is F8_E4M3 and its scale is missing: neither x\.scale nor"),
+        (
+            (E4M3, 64, 96),
+            None,
+            r"x\.weight is F8_E4M3 and its scale is missing: neither x\.scale nor",
+        ),
         ((I8, 64, 48), None, r"x\.weight is I8 and its scale is missing"),
         (("BF16", 64, 96), ("F32", 1, 1), r"x\.scale scales nothing: x\.weight is BF16"),
         ((I8, 64, 96), (E8M0, 64, 3), r"x\.weight is I8 \(64, 96\), expected \(64, 48\)"),
@@ -100,7 +114,9 @@ def test_scale_names() -> None:
 def test_e09_a_missing_scale_stops(toy: Any, loaded: Any, kind: str) -> None:
     state = toy.tensors(kind, kind)
     del state["layers.1.experts.3.w2.scale"]
-    with pytest.raises(ValueError, match=r"layers\.1\.experts\.3\.w2\.weight is .* its scale is missing"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.experts\.3\.w2\.weight is .* its scale is missing"
+    ):
         loaded(state)
 
 
@@ -123,14 +139,20 @@ def test_c12_config_and_tensors_contradict(toy: Any, loaded: Any, declared: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c12_a_config_that_does_not_say_takes_what_the_tensors_hold(toy: Any, loaded: Any, kind: str) -> None:
+def test_c12_a_config_that_does_not_say_takes_what_the_tensors_hold(
+    toy: Any, loaded: Any, kind: str
+) -> None:
     model = loaded(toy.tensors(kind, kind))
-    assert {w.format.name for p, w in model.weights() if p.endswith(("proj", "gate", "up", "down"))} == {kind}
+    assert {
+        w.format.name for p, w in model.weights() if p.endswith(("proj", "gate", "up", "down"))
+    } == {kind}
 
 
 @pytest.mark.parametrize("member", ["fp8_ue8m0", "fp8_float32"])
 def test_c12_a_family_takes_either_member(toy: Any, loaded: Any, member: str) -> None:
-    assert loaded(toy.tensors(member), config={"linear": "fp8"}).blocks[0].proj.format.name == member
+    assert (
+        loaded(toy.tensors(member), config={"linear": "fp8"}).blocks[0].proj.format.name == member
+    )
 
 
 def test_c13_experts_of_one_stack_agree(toy: Any, loaded: Any) -> None:
@@ -149,7 +171,9 @@ def test_c13_experts_of_one_stack_agree(toy: Any, loaded: Any) -> None:
 def test_c15_a_scale_that_is_no_number_stops(toy: Any, loaded: Any, kind: str) -> None:
     state = toy.tensors(kind)
     state["layers.1.proj.scale"].view(torch.uint8)[1, 1] = 255
-    with pytest.raises(ValueError, match=r"layers\.1\.proj\.weight: the scale of block \(1, 1\) is 255, no number"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.proj\.weight: the scale of block \(1, 1\) is 255, no number"
+    ):
         loaded(state)
 
 
@@ -157,7 +181,9 @@ def test_c15_a_scale_that_is_no_number_stops(toy: Any, loaded: Any, kind: str) -
 def test_c15_a_float_scale_that_is_no_number_stops(toy: Any, loaded: Any, value: float) -> None:
     state = toy.tensors("fp8_float32")
     state["layers.0.proj.scale"][0, 1] = value
-    with pytest.raises(ValueError, match=r"layers\.0\.proj\.weight: the scale of block \(0, 1\) is -?(nan|inf)"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.proj\.weight: the scale of block \(0, 1\) is -?(nan|inf)"
+    ):
         loaded(state)
 
 
@@ -194,8 +220,12 @@ def test_c10_float_scales_are_repacked_and_reported(toy: Any, loaded: Any, tmp_p
     assert (change.format, change.blocks, change.changed) == ("fp8_float32", 4, 4)
     old = toy.oracle(state, "layers.0.proj").float()
     new = model.blocks[0].proj().value
-    worst = ((old - new).abs() / torch.maximum(old.abs(), new.abs())).nan_to_num(0).max()
-    assert change.largest == pytest.approx(worst.item(), rel=1e-6) and 0 < worst < 0.1
+    shares = [
+        (old[n, k] - new[n, k]).abs().max() / torch.maximum(old[n, k].abs(), new[n, k].abs()).max()
+        for n in (slice(0, 128), slice(128, None))
+        for k in (slice(0, 128), slice(128, None))
+    ]
+    assert change.largest == pytest.approx(max(shares).item(), rel=1e-6) and 0 < max(shares) < 0.04
     assert str(change) in str(model.load_report)
 
 
@@ -209,7 +239,9 @@ def test_c10_both_sides_convert_alike(toy: Any, loaded: Any, same: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_f15_serving_keeps_the_bytes_of_the_file(toy: Any, loaded: Any, same: Any, kind: str) -> None:
+def test_f15_serving_keeps_the_bytes_of_the_file(
+    toy: Any, loaded: Any, same: Any, kind: str
+) -> None:
     state = toy.tensors(kind, kind)
     model = loaded(state, weights="file")
     assert (model.weights_from, model.load_report.changed) == ("file", ())
@@ -220,5 +252,9 @@ def test_f15_serving_keeps_the_bytes_of_the_file(toy: Any, loaded: Any, same: An
         assert same(packed["values"], weight)
     else:
         assert same(packed["codes"], weight.view(torch.uint8))
-        assert same(packed["scales"].view(torch.uint8), state["layers.0.proj.scale"].view(torch.uint8))
-    assert torch.equal(model.blocks[1].gate().value[3], toy.oracle(state, "layers.1.experts.3.w1").float())
+        assert same(
+            packed["scales"].view(torch.uint8), state["layers.0.proj.scale"].view(torch.uint8)
+        )
+    assert torch.equal(
+        model.blocks[1].gate().value[3], toy.oracle(state, "layers.1.experts.3.w1").float()
+    )

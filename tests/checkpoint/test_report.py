@@ -77,6 +77,7 @@ def test_printing(folder: Path) -> None:
     assert "layers.*.experts.*.w1.weight" in short and "8 x [32, 80]" in short
     assert "blocks.*.gate[*]" in short and "skipped: draft head" in short
     assert "file not read: stray.safetensors" in short
+    assert "re-packed with other values: 2 fp8_float32 tensors, 8 of 8 blocks" in short
     assert "re-packed with other values: layers.0.proj.weight (fp8_float32): 4 of 4 blocks" in short
     assert all(line.name in long for line in report.lines)
     assert f"{len(report.lines)} tensors, {report.size:,} bytes" in long
@@ -87,3 +88,12 @@ def test_markup_in_names_is_text(toy: Any, tmp_path: Path) -> None:
     state = toy.tensors() | {"[bold]x[/bold]": torch.zeros(1)}
     report = checkpoint.describe(toy.write(tmp_path / "c", state))
     assert "[bold]x[/bold]" in printed(report)
+
+
+def test_long_lists_of_changes_are_cut(toy: Any, tmp_path: Path) -> None:
+    folder = toy.write(tmp_path / "c", toy.tensors("fp8_float32", "fp8_float32"))
+    report = checkpoint.describe(folder)
+    assert len(report.changed) == 2 + 2 * 3 * toy.E
+    assert "... 14 more tensors" in printed(report)
+    assert all(change.name in printed(report, every_tensor=True) for change in report.changed)
+    assert "... 14 more tensors" in str(checkpoint.load(folder).load_report)

@@ -86,14 +86,18 @@ def test_sharding(toy: Any, loaded: Any, tmp_path: Path, most: int) -> None:
     index = json.loads((tmp_path / "one" / shards.INDEX).read_text())
     weight_map = index["weight_map"]
     count = len(set(weight_map.values()))
-    assert count > 1 and set(weight_map.values()) == {p.name for p in (tmp_path / "one").glob("*.safe*")} - {
-        shards.INDEX
-    }
+    assert count > 1 and set(weight_map.values()) == {
+        p.name for p in (tmp_path / "one").glob("*.safe*")
+    } - {shards.INDEX}
     assert f"model-00001-of-{count:05}.safetensors" in weight_map.values()
     saved = tensors(tmp_path / "one")
-    assert index["metadata"]["total_size"] == sum(t.numel() * t.dtype.itemsize for t in saved.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * t.dtype.itemsize for t in saved.values()
+    )
     for name, file in weight_map.items():
-        assert weight_map.get(name.replace(".weight", ".scale"), file) == file, "a pair stays together"
+        assert weight_map.get(name.replace(".weight", ".scale"), file) == file, (
+            "a pair stays together"
+        )
     for file in set(weight_map.values()):
         held = [saved[name] for name in weight_map if weight_map[name] == file]
         size = sum(t.numel() * t.dtype.itemsize for t in held)
@@ -102,7 +106,9 @@ def test_sharding(toy: Any, loaded: Any, tmp_path: Path, most: int) -> None:
     assert files(tmp_path / "again") == files(tmp_path / "whole")
 
 
-def test_f17_masters_come_back_to_the_bit(toy: Any, loaded: Any, tmp_path: Path, same: Callable[..., bool]) -> None:
+def test_f17_masters_come_back_to_the_bit(
+    toy: Any, loaded: Any, tmp_path: Path, same: Callable[..., bool]
+) -> None:
     model = loaded(toy.tensors("fp8_ue8m0", "mxfp4"))
     for _, weight in model.weights():
         weight.assign(torch.randn(weight.shape))
@@ -133,12 +139,16 @@ def test_what_is_not_committed_is_not_saved(toy: Any, loaded: Any, tmp_path: Pat
     model = loaded(toy.tensors())
     with torch.no_grad():
         model.blocks[1].proj.master.add_(1)
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.proj: the master changed since the last commit"):
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.1\.proj: the master changed since the last commit"
+    ):
         checkpoint.save(model, tmp_path / "one")
     assert list(tmp_path.glob("*one*")) == []
 
 
-def test_a_folder_that_holds_files_is_not_overwritten(toy: Any, loaded: Any, tmp_path: Path) -> None:
+def test_a_folder_that_holds_files_is_not_overwritten(
+    toy: Any, loaded: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     model = loaded(toy.tensors())
@@ -146,10 +156,10 @@ def test_a_folder_that_holds_files_is_not_overwritten(toy: Any, loaded: Any, tmp
     (folder / "tokenizer.json").write_text("mine")
     (folder / "extra").mkdir()
     (folder / "extra" / "file").write_text("mine, too")
-    before = files(folder) if False else {p.name for p in folder.iterdir()}
+    before = {path.name for path in folder.iterdir()}
     with pytest.raises(ValueError, match=r"one: holds files already .*overwrite=True"):
         checkpoint.save(model, folder)
-    assert {p.name for p in folder.iterdir()} == before
+    assert {path.name for path in folder.iterdir()} == before
     checkpoint.save(model, folder, overwrite=True)
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "extra"}, "no old shard"
@@ -190,4 +200,7 @@ def test_saving_over_the_folder_it_was_loaded_from(toy: Any, tmp_path: Path) -> 
     model = checkpoint.load(folder, weights="file")
     checkpoint.save(model, folder, overwrite=True)
     state = toy.tensors("fp8_ue8m0", "mxfp4")
-    assert all(torch.equal(t.view(torch.uint8), state[n].view(torch.uint8)) for n, t in tensors(folder).items())
+    assert all(
+        torch.equal(t.view(torch.uint8), state[n].view(torch.uint8))
+        for n, t in tensors(folder).items()
+    )

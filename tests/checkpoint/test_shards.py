@@ -36,13 +36,15 @@ def test_e01_the_message_counts_and_cuts_a_long_list(toy: Any, tmp_path: Path) -
     folder = toy.write(tmp_path / "many", toy.tensors(), shards=20)
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"names 20 files, of which 20 .*, and 12 more"):
+    with pytest.raises(ValueError, match=r"names 20 files, of which 20 .*, and 8 more"):
         checkpoint.load(folder)
 
 
 def test_e02_stale_index(toy: Any, folder: Path) -> None:
     (folder / SECOND).rename(folder / "model-00007-of-00009.safetensors")
-    with pytest.raises(ValueError, match=r"does not name \(model-00007.*the index is stale.*ignore_index"):
+    with pytest.raises(
+        ValueError, match=r"does not name \(model-00007.*the index is stale.*ignore_index"
+    ):
         checkpoint.load(folder)
     report = checkpoint.load(folder, ignore_index=True).load_report
     assert report.stray == ()
@@ -50,7 +52,9 @@ def test_e02_stale_index(toy: Any, folder: Path) -> None:
 
 def test_e02_stale_index_of_the_right_files(toy: Any, folder: Path) -> None:
     toy.edit(folder, lambda weight_map: weight_map.update({"embed.weight": SECOND}))
-    with pytest.raises(ValueError, match=rf"index is stale: 1 tensors .*: embed.weight \({SECOND}\)"):
+    with pytest.raises(
+        ValueError, match=rf"index is stale: 1 tensors .*: embed.weight \({SECOND}\)"
+    ):
         checkpoint.load(folder)
 
 
@@ -107,7 +111,9 @@ def shift(raw: bytes) -> bytes:
     """Offsets that leave a hole."""
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
-    last = max((e for k, e in header.items() if k != "__metadata__"), key=lambda e: e["data_offsets"])
+    last = max(
+        (e for k, e in header.items() if k != "__metadata__"), key=lambda e: e["data_offsets"]
+    )
     last["data_offsets"] = [n + 8 for n in last["data_offsets"]]
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + raw[8 + size :]
@@ -117,15 +123,30 @@ def shift(raw: bytes) -> bytes:
     ("break_", "complaint"),
     [
         (lambda raw: raw[:-1], "cut short: expected {full} bytes, the file has {size}; download"),
-        (lambda raw: raw + b"\0" * 8, "longer .*: expected {full} bytes, the file has {size}; down"),
+        (
+            lambda raw: raw + b"\0" * 8,
+            "longer .*: expected {full} bytes, the file has {size}; down",
+        ),
         (lambda raw: b"", "expected at least 8 bytes, the file has 0; download it again"),
-        (cut_in_header, r"cut in the header: expected at least \d+ bytes, the file has 50; download"),
+        (
+            cut_in_header,
+            r"cut in the header: expected at least \d+ bytes, the file has 50; download",
+        ),
         (lengthen_header, "a header of 1000000000 bytes, the limit is 100000000"),
         (lambda raw: raw[:8] + b"\xff" + raw[9:], "the header is not one of safetensors"),
         (lambda raw: raw[:8] + b"[" + raw[9:], "the header is not one of safetensors"),
         (shift, "is at bytes .*, expected .*; download it again"),
     ],
-    ids=["cut", "padded", "zero-byte", "cut-in-header", "long-header", "bytes", "no-object", "hole"],
+    ids=[
+        "cut",
+        "padded",
+        "zero-byte",
+        "cut-in-header",
+        "long-header",
+        "bytes",
+        "no-object",
+        "hole",
+    ],
 )
 def test_e05_broken_files(folder: Path, break_: Callable[[bytes], bytes], complaint: str) -> None:
     file = folder / SECOND
@@ -179,7 +200,9 @@ def test_e07_zero_element_tensors(tmp_path: Path) -> None:
     state = {"a": torch.zeros(0, 16), "b": torch.ones(2), "c": torch.zeros(3, 0)}
     save_file(state, tmp_path / "model.safetensors")
     shards = open_shards(tmp_path)
-    assert {name: shards.read(name).shape for name in state} == {n: t.shape for n, t in state.items()}
+    assert {name: shards.read(name).shape for name in state} == {
+        n: t.shape for n, t in state.items()
+    }
 
 
 @pytest.mark.parametrize("files", [[], ["a.safetensors"], ["model-00001-of-00002.safetensors"]])
@@ -196,14 +219,18 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_written_files_are_read_by_the_library(tmp_path: Path, dtype: torch.dtype, same: Any) -> None:
+def test_written_files_are_read_by_the_library(
+    tmp_path: Path, dtype: torch.dtype, same: Any
+) -> None:
     raw = torch.randint(0, 2, (24,), dtype=torch.uint8)
     tensor = raw.view(dtype)
     scalar = tensor[0].clone()
     empty = tensor[:0]
     file = tmp_path / "model.safetensors"
     given = {"b": tensor, "a": scalar, "c": empty}
-    write_shard(file, [Pending(n, t.dtype, t.shape, lambda t=t: t) for n, t in given.items()], {"k": "v"})
+    write_shard(
+        file, [Pending(n, t.dtype, t.shape, lambda t=t: t) for n, t in given.items()], {"k": "v"}
+    )
     back = load_file(file)
     assert all(same(back[name], tensor) for name, tensor in given.items())
     assert read_header(file)[1] == {"format": "pt", "k": "v"}

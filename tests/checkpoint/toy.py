@@ -92,11 +92,18 @@ def matrix(name: str, n: int, k: int, kind: str, generator: torch.Generator) -> 
             scale = torch.rand(shape, generator=generator) / 1000 + 1e-4
             return {f"{name}.weight": weight, f"{name}.scale": scale}
         scale = torch.randint(110, 122, shape, generator=generator, dtype=torch.int32)
-    return {f"{name}.weight": weight, f"{name}.scale": scale.to(torch.uint8).view(torch.float8_e8m0fnu)}
+    return {
+        f"{name}.weight": weight,
+        f"{name}.scale": scale.to(torch.uint8).view(torch.float8_e8m0fnu),
+    }
 
 
 def tensors(
-    linear: str = "bfloat16", experts: str = "bfloat16", seed: int = 0, layers: int = 2, count: int = E
+    linear: str = "bfloat16",
+    experts: str = "bfloat16",
+    seed: int = 0,
+    layers: int = 2,
+    count: int = E,
 ) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, random, in the given file formats."""
     g = torch.Generator().manual_seed(seed)
@@ -115,7 +122,11 @@ def tensors(
 
 
 def write(
-    folder: Path, state: Mapping[str, Tensor], *, shards: int = 1, config: Mapping[str, Any] | None = None
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    shards: int = 1,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
     """A checkpoint folder by the library's own writer; with an index when there are several shards."""
     folder.mkdir(parents=True, exist_ok=True)

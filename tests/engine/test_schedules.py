@@ -106,20 +106,48 @@ def test_b11_preempted_requests_lose_nothing(trial: Any, bits: Any, prefix_cache
     assert [request.sampled for request in requests] == [out.ids for out in alone]
 
 
-def test_b11_a_scored_sequence_is_preempted(trial: Any, bits: Any) -> None:
-    """It keeps the logprobs it has, and runs again from the first row that it lacks."""
-    engine = trial.engine(cache_tokens=160, step_tokens=16, poison=True)
-    prompts = trial.prompts(60)
-    request = engine.submit(prompts[0], Sampling(max_tokens=90))
-    for _ in range(5):
-        engine.step()
-    (scored,) = trial.prompts(80, offset=2)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_b11_a_scored_sequence_is_preempted(trial: Any, bits: Any, prefix_cache: bool) -> None:
+    """It keeps the logprobs it has. With a prefix cache it goes on from the last page; else its rows run again."""
+    engine = trial.engine(step_tokens=20, prefix_cache=prefix_cache, poison=True)
+    (scored,) = trial.prompts(80)
     scoring = engine.submit_score(scored)
+    for _ in range(3):
+        engine.step()
+    kept = list(scoring.logprobs)
+    assert len(kept) == 60
+    engine._scheduler._preempt(scoring)
     engine.run()
-    assert engine.stats.preemptions > 0
-    assert engine.stats.prefix_hits > 0
+    assert scoring.logprobs[:60] == kept
     assert bits(scoring.output().logprobs, trial.whole(scored)) == 79
-    assert trial.check(prompts, [request.output()]) == 90
+    hit = 48 if prefix_cache else 0
+    assert (engine.stats.prefix_hits, engine.stats.tokens_recomputed) == (hit, 60 - hit)
+    assert engine.stats.tokens_scored == 79
+
+
+@pytest.mark.parametrize("lengths", [(100, 100), (160, 150)])
+def test_requests_do_not_take_turns_in_giving_way(trial: Any, lengths: tuple[int, int]) -> None:
+    """Who was preempted, or does not fit beside the others, waits until there is room for all of it."""
+    engine = trial.engine(cache_tokens=250, prefix_cache=False)
+    prompts = trial.prompts(*lengths)
+    outs = engine.generate(prompts, Sampling(max_tokens=64))
+    assert trial.check(prompts, outs) == 128
+    assert engine.stats.preemptions == (lengths == (100, 100))
+
+
+def test_preempted_requests_come_back_in_order(trial: Any) -> None:
+    engine = trial.engine(max_sequences=3, step_tokens=64)
+    requests = [
+        engine.submit(prompt, Sampling(max_tokens=30)) for prompt in trial.prompts(9, 9, 9, 9)
+    ]
+    engine.step()
+    trial.model.salt.assign(trial.model.salt.master + 1)
+    engine.step()
+    assert engine._scheduler.running == requests[:3]
+    engine._scheduler._preempt(requests[2])
+    engine.step()
+    assert engine._scheduler.running == requests[:3]
+    assert list(engine._scheduler.waiting) == requests[3:]
 
 
 def test_c21_the_same_prompt_three_times(trial: Any, bits: Any) -> None:

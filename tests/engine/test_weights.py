@@ -62,6 +62,24 @@ def test_a31_running_requests_are_recomputed(trial: Any, bits: Any) -> None:
     assert bits(scoring.output().logprobs, trial.whole(scored)) == 199
 
 
+def test_a31_nothing_old_is_found_and_the_new_is(trial: Any) -> None:
+    (prompt,) = trial.prompts(100)
+    engine = trial.engine()
+    request = engine.submit(prompt, Sampling(max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    pools = [table.pool for table in engine._memory.tables.values()]
+    assert all(pool._pages for pool in pools)
+    engine._adopt(1)
+    assert not any(pool._pages or pool._names or pool._idle or pool.used for pool in pools)
+    engine.run()
+    assert engine.stats.prefix_hits == 0
+    assert trial.check([prompt], [request.output()]) == 30
+    outs = engine.generate([prompt], Sampling(max_tokens=3))
+    assert trial.check([prompt], outs) == 3
+    assert engine.stats.prefix_hits == 96
+
+
 def test_a07_commits_without_a_change(trial: Any, bits: Any) -> None:
     prompts = trial.prompts(50, 20)
     engine = trial.engine()

@@ -70,7 +70,7 @@ def test_clamps_C23() -> None:
 
 
 def test_gradient_at_the_clamp_and_backward_C24() -> None:
-    """Exactly at the limit the gradient passes, just above it is zero, for gate and up; far below, the gate's passes."""
+    """Exactly at the limit the gradient passes, just above it is zero, for gate and up; far below, gate's passes."""
     values = [*AROUND, *(-v for v in AROUND), 3.0]
     gate, up = (
         t.flatten().clone().requires_grad_()

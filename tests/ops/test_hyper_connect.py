@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from unified_models.ops import hyper_collapse, hyper_expand, hyper_maps, hyper_normalize
-from unified_models.ops.hyper_connect import sinkhorn
 from unified_models.ops.hyper_connect import reference as plain
+from unified_models.ops.hyper_connect import sinkhorn
 
 X, M = 4, 24
 EPS = 1e-6
@@ -112,10 +112,10 @@ def test_expand_takes_the_row_as_source_C22() -> None:
 
 @pytest.mark.parametrize("iterations", [1, 20])
 def test_sinkhorn_sums_C22(iterations: int) -> None:
-    """Columns are last, so they sum to 1 but for eps; rows only nearly: within 1e-3 after 20 iterations of N(0, 1)
-    logits, and visibly not after one."""
+    """Columns are last, so they sum to 1 but for eps over the sum before, which is 0.1 at least here; rows only
+    nearly: within 1e-3 after 20 iterations of N(0, 1) logits, and visibly not after one."""
     comb = sinkhorn(torch.randn(200, X, X), iterations, EPS)
-    assert bool(((comb.sum(-2) - 1).abs() <= 2 * EPS).all())
+    assert bool(((comb.sum(-2) - 1).abs() <= 10 * EPS).all())
     worst = float((comb.sum(-1) - 1).abs().max())
     assert worst <= 1e-3 if iterations == 20 else worst > 1e-2
 

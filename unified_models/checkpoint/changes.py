@@ -1,5 +1,6 @@
 """What the packing rule did to a file's values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from unified_models.formats import Format
 class Change:
     """A tensor of which `changed` of `blocks` scale blocks (plain formats: values) came back with other values.
 
-    largest: the largest |new - old| / max(|new|, |old|) of its values.
+    largest: the largest |new - old|, as a share of the largest |value| of its block.
     """
 
     name: str
@@ -25,19 +26,39 @@ class Change:
 
     def __str__(self) -> str:
         share = f"{self.changed} of {self.blocks} blocks"
-        return f"{self.name} ({self.format}): {share}, by up to {self.largest:.3g} of the value"
+        return f"{self.name} ({self.format}): {share}, by up to {self.largest:.3g} of a block's largest value"
+
+
+def told(changes: Sequence[Change], most: int = 12) -> list[str]:
+    """Lines about changes: the total of each format, then each tensor, up to `most` of them."""
+    lines = []
+    for name in sorted({change.format for change in changes}):
+        of = [change for change in changes if change.format == name]
+        changed, blocks = sum(c.changed for c in of), sum(c.blocks for c in of)
+        lines.append(
+            f"{len(of)} {name} tensors, {changed} of {blocks} blocks, "
+            f"by up to {max(c.largest for c in of):.3g} of a block's largest value"
+        )
+    lines += [str(change) for change in changes[:most]]
+    return lines + ([f"... {len(changes) - most} more tensors"] if len(changes) > most else [])
 
 
 def compare(name: str, format: Format, old: Tensor, new: Tensor) -> Change | None:
     """None where all float32 values are equal. A NaN equals a NaN."""
-    different = (old != new) & ~(old.isnan() & new.isnan())
-    if not different.any():
+    if not ((old != new) & ~(old.isnan() & new.isnan())).any():
         return None
     layout = LAYOUTS.get(format.name)
-    rows, columns = (layout.rows, layout.columns) if layout else (1, 1)
-    grid = different.reshape(-1, different.shape[-1] if different.ndim else 1)
+    size = (layout.rows, layout.columns) if layout else (1, 1)
+    difference = _largest((new.double() - old.double()).abs(), size)
+    value = torch.maximum(_largest(old.double().abs(), size), _largest(new.double().abs(), size))
+    changed = difference != 0
+    share = (difference[changed] / value[changed]).max()
+    return Change(name, format.name, difference.numel(), int(changed.sum()), float(share))
+
+
+def _largest(values: Tensor, size: tuple[int, int]) -> Tensor:
+    """The largest value of each block of `size`; blocks at the edges may be partial."""
+    rows, columns = size
+    grid = values.reshape(-1, values.shape[-1] if values.ndim else 1)
     grid = F.pad(grid, (0, -grid.shape[1] % columns, 0, -grid.shape[0] % rows))
-    blocks = grid.reshape(grid.shape[0] // rows, rows, -1, columns).any(3).any(1)
-    a, b = old[different].double(), new[different].double()
-    largest = ((a - b).abs() / torch.maximum(a.abs(), b.abs())).max()
-    return Change(name, format.name, blocks.numel(), int(blocks.sum()), float(largest))
+    return grid.reshape(grid.shape[0] // rows, rows, -1, columns).amax((1, 3))

@@ -101,7 +101,9 @@ def _source(
         return Source(part, tensor)
     kind = recognise(tensor, scale, part.shape, part.owner.declared)
     master = tensor.dtype in PLAIN and tensor.name in packed_formats
-    return Source(part, tensor, scale, find(packed_formats[tensor.name] if master else kind), master)
+    return Source(
+        part, tensor, scale, find(packed_formats[tensor.name] if master else kind), master
+    )
 
 
 def _settle_formats(found: Match) -> None:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from unified_models.checkpoint.changes import Change
+from unified_models.checkpoint.changes import Change, told
 from unified_models.checkpoint.fill import repacked
-from unified_models.checkpoint.load import build, match_folder, name_of
+from unified_models.checkpoint.loading import build, match_folder, name_of
 from unified_models.checkpoint.match import Match, Source
 from unified_models.checkpoint.names import Names
 from unified_models.checkpoint.progress import Bar
@@ -152,6 +152,7 @@ def print_report(
         grid.add_row(*map(Text, row))
     console.print(grid)
 
+    changed = told(report.changed, len(report.changed) if every_tensor else 12)
     totals = ", ".join(f"{name} {size:,}" for name, size in sorted(report.formats.items()))
     count = len(report.lines)
     console.print(
@@ -160,7 +161,7 @@ def print_report(
     for style, label, notes in (
         ("yellow", "file not read", report.stray),
         ("yellow", "not in the index", report.unlisted),
-        ("yellow", "re-packed with other values", report.changed),
+        ("yellow", "re-packed with other values", changed),
         ("red", "problem", report.problems),
     ):
         for note in notes:

@@ -260,7 +260,7 @@ def write_shard(file: Path, tensors: Iterable[Pending], metadata: Mapping[str, s
         os.fsync(f.fileno())
 
 
-def some(names: Sequence[str], most: int = 8) -> str:
+def some(names: Sequence[str], most: int = 12) -> str:
     """The first few of a list, and how many more there are."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

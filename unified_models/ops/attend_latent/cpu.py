@@ -17,9 +17,12 @@ def token_chunks(q_THD: Tensor, index_TN: Tensor) -> list[slice]:
 
 
 def filled(x: Tensor) -> Tensor:
-    """float32, contiguous, the last dimension zero-filled to a multiple of 16: a product of narrower or unaligned
-    matrices has other bits at another place in the batch."""
-    return F.pad(x.float(), (0, -x.shape[-1] % LANES)).contiguous()
+    """float32, contiguous on 64 bytes, the last dimension zero-filled to a multiple of 16: a product of narrower or
+    unaligned matrices has other bits at another place in the batch."""
+    x = x.float().contiguous()
+    if x.shape[-1] % LANES:
+        return F.pad(x, (0, -x.shape[-1] % LANES))
+    return x.clone() if x.data_ptr() % 64 else x
 
 
 def gather(rows_RD: Tensor, index: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ def ordered_sum(x: Tensor, dim: int) -> Tensor:
 @operator
 def hyper_normalize(projected_TC: Tensor, streams_TXM: Tensor, eps: float) -> Tensor:
     """The projection of the flattened streams, divided by their root mean square; float32."""
-    flat = streams_TXM.flatten(1).float()
+    flat = (
+        streams_TXM.flatten(1).float().contiguous()
+    )  # a mean over strided memory sums in another order
     return projected_TC * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 

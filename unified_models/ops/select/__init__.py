@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unified_models.ops.attend_latent.cpu import filled, gather
 from unified_models.ops.choose import NEVER, ordered_bits
 from unified_models.ops.operator import operator
 
@@ -12,17 +13,17 @@ CHUNK_BYTES = 1 << 24
 
 
 def scores(q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, index_TN: Tensor) -> Tensor:
-    """sum_j weights[j] * relu(q[j] . row), float32 [T, N], for the rows that index_TN names (-1: any value).
+    """sum_j weights[j] * relu(q[j] . row), float32 [T, N], for the rows that index_TN names (-1: zero).
 
     Entries in blocks of 64, one product [J, I] x [I, 64] a token and block; heads are summed by torch over J
     contiguous values.
     """
     T, N = index_TN.shape
-    out = q_TJI.new_empty(T, N)
+    out, q_TJI = q_TJI.new_empty(T, N), filled(q_TJI)
     if len(rows_RI) == 0:
         return out.zero_()
     for b in range(0, N, BLOCK):
-        keys = rows_RI[index_TN[:, b : b + BLOCK].clamp_min(0)]
+        keys = gather(rows_RI, index_TN[:, b : b + BLOCK])
         dots = torch.bmm(q_TJI, keys.transpose(1, 2)).relu_() * weights_TJ[..., None]
         out[:, b : b + BLOCK] = dots.transpose(1, 2).contiguous().sum(-1)
     return out

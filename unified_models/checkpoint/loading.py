@@ -2,6 +2,7 @@
 
 import json
 import resource
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from unified_models import registry
-from unified_models.checkpoint.changes import Change
+from unified_models.checkpoint.changes import Change, told
 from unified_models.checkpoint.fill import Filler
 from unified_models.checkpoint.match import FORMATS_KEY, Match, Source, match
 from unified_models.checkpoint.names import Names
@@ -52,7 +53,7 @@ class LoadReport:
             )
         lines += [f"not read: {name}" for name in (*self.stray, *self.unlisted)]
         lines += [f"float32 parameter stored in 16 bits: {name}" for name in self.widened]
-        lines += [f"re-packed with other values: {change}" for change in self.changed]
+        lines += [f"re-packed with other values: {line}" for line in told(self.changed)]
         return "\n".join(lines)
 
 
@@ -90,8 +91,8 @@ def load(
     shards = open_shards(folder, ignore_index)
     found = match_folder(names, shards)
     if problems := found.problems():
-        told = "\n  ".join(problems)
-        raise ValueError(f"{folder}: the checkpoint does not fit {name_of(model)}\n  {told}")
+        listed = "\n  ".join(problems)
+        raise ValueError(f"{folder}: the checkpoint does not fit {name_of(model)}\n  {listed}")
 
     bind_formats(model, found)
     bind_numerics(model, numerics)
@@ -109,7 +110,7 @@ def load(
         tensors=len(found.sources),
         read_bytes=sum(source.size for source in found.sources),
         seconds=time.perf_counter() - start,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=_peak_bytes(),
     )
     return model
 
@@ -157,6 +158,11 @@ def bind_formats(model: LanguageModel, found: Match) -> None:
     for path, weight in model.weights():
         weight.stored = found.formats[path]
         weight.bind(weight.stored.name)
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def _widened(source: Source) -> bool:

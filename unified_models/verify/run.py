@@ -1,0 +1,195 @@
+"""The verification of a checkpoint: every kind of schedule against the training forward, and the control."""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from unified_models.checkpoint import load
+from unified_models.model import LanguageModel
+from unified_models.training import logprobs
+from unified_models.verify.control import control
+from unified_models.verify.counters import strides, unmet
+from unified_models.verify.lengths import default_lengths
+from unified_models.verify.locate import locate
+from unified_models.verify.report import Key, Report
+from unified_models.verify.schedule import KINDS, Kind, Material, Scored
+from unified_models.verify.trace import Trace, recording
+from unified_models.verify.watch import Watch
+
+MOST_LOCATED = 3  # unequal runs that are traced, each of which runs four times more
+QUICK = 65  # tokens of the longest sequence of a quick run
+
+
+def verify_folder(
+    folder: str | Path,
+    *,
+    numerics: Sequence[str] = ("deployed", "float32"),
+    threads: Sequence[int] = (1, 2),
+    tokens: int = 20000,
+    seed: int = 0,
+    lengths: Sequence[int] | None = None,
+    kinds: Sequence[Kind] = KINDS,
+    quick: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Run every kind of schedule at every length, and compare each token's logprob with the training forward of its
+    sequence alone, on one thread.
+
+    Args:
+        tokens: the least to compare; the table is run again, with other sequences, until there are as many.
+        lengths: of the sequences; None: `default_lengths`.
+        quick: lengths up to 65, one thread, any number of tokens; nothing is demanded of the counters.
+        progress: show a bar, on a terminal.
+    """
+    if not numerics or not threads or not kinds:
+        raise ValueError(f"nothing to run: numerics {numerics}, threads {threads}, kinds {kinds}")
+    if quick:
+        threads, tokens = threads[:1], 0
+    report = Report(str(folder), seed, tokens, machine=machine())
+    began, before = time.perf_counter(), torch.get_num_threads()
+    models = {name: load(folder, numerics=name, progress=progress) for name in numerics}
+    lengths = sorted(set(default_lengths(next(iter(models.values()))) if lengths is None else lengths))
+    lengths = [length for length in lengths if length <= QUICK] if quick else lengths
+    if not lengths or lengths[-1] < 3:
+        raise ValueError(f"lengths must reach 3 tokens, got {lengths}")
+    benches = [Bench(model, name, report, lengths, seed) for name, model in models.items()]
+    steps = len(benches) * (len(kinds) * len(threads) + 1)
+    try:
+        with _bar(steps, progress) as advance:
+            turn = 0
+            while turn == 0 or report.total.compared < tokens:
+                for bench in benches:
+                    for count in threads:
+                        for kind in kinds:
+                            advance(f"{bench.numerics}, {count} thread(s), {kind.name}")
+                            bench.run(kind, count, turn)
+                        turn += 1
+            for bench in benches:
+                advance(f"{bench.numerics}, control")
+                bench.control()
+    finally:
+        torch.set_num_threads(before)
+    if not quick:
+        notes = {note for bench in benches for note in bench.notes}
+        report.missing = unmet(report.counters, benches[0].model, notes)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+@dataclass
+class Bench:
+    """One model under one numerics, its references, and where the results go."""
+
+    model: LanguageModel
+    numerics: str
+    report: Report
+    lengths: Sequence[int]
+    seed: int
+    notes: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._references: dict[tuple[Any, int, float], list[tuple[list[int], Tensor]]] = {}
+
+    def material(self, turn: int) -> Material:
+        """The sequences of a turn; every turn of a run has the same ones, so that they share references."""
+        random = Random(f"tokens {self.seed}")
+        vocab = self.model.config.vocab_size
+        sequences = [[random.randrange(vocab) for _ in range(length)] for length in self.lengths]
+        return Material(sequences, self.seed, turn)
+
+    def run(self, kind: Kind, threads: int, turn: int) -> None:
+        """Fill a column of the table."""
+        material = self.material(turn)
+        torch.set_num_threads(threads)
+        watch = self._watch(kind)
+        scored = list(kind.run(material, watch, self._random(kind, turn)))
+        watch.finish()
+        torch.set_num_threads(1)
+        bad: Scored | None = None
+        for one in scored:
+            cell = self.report.cells[Key(self.numerics, threads, kind.name, self.lengths[one.number])]
+            if cell.add(self._reference(kind, one), one.logprobs).unequal:
+                bad = bad or one
+        if bad is not None and len(self.report.differences) < MOST_LOCATED:
+            torch.set_num_threads(threads)
+            self.report.differences.append(self._locate(kind, material, turn, bad))
+            torch.set_num_threads(1)
+
+    def control(self) -> None:
+        """On one sequence, long enough for an entry of every stride."""
+        length = max([9, *(stride + 5 for stride in strides(self.model) if stride + 5 <= self.lengths[-1])])
+        random = Random(f"control {self.seed}")
+        sequence = [random.randrange(self.model.config.vocab_size) for _ in range(length)]
+        result = control(self.model, sequence, self.seed)
+        self.report.controls[self.numerics] = str(result)
+        self.report.faults += [f"{self.numerics}: {fault}" for fault in result.faults()]
+
+    def _watch(self, kind: Kind, trace: Trace | None = None) -> Watch:
+        return Watch(self.model, self.report.counters, kind.base, trace, self.notes)
+
+    def _random(self, kind: Kind, turn: int) -> Random:
+        return Random(f"{kind.name} {turn} {self.seed}")
+
+    def _reference(self, kind: Kind, one: Scored) -> Tensor:
+        """The training forward of the sequence alone; that of a longer one with the same beginning will do."""
+        known = self._references.setdefault((kind.base, one.number, one.temperature), [])
+        whole = list(one.sequence)
+        for sequence, values in known:
+            if sequence[: len(whole)] == whole:
+                break
+        else:
+            with torch.no_grad():
+                context = self._watch(kind).pack([one.number])
+                values = logprobs(self.model, [whole], one.temperature, context=context)[0].cpu()
+            known.append((whole, values))
+        start = max(one.start - 1, 0)
+        return values[start : start + one.expected]
+
+    def _locate(self, kind: Kind, material: Material, turn: int, bad: Scored) -> str:
+        """Run the reference and the schedule again, looking at every operator."""
+
+        def schedule(trace: Trace) -> None:
+            with recording(self.model, trace):
+                list(kind.run(material, self._watch(kind, trace), self._random(kind, turn)))
+
+        def reference(trace: Trace) -> None:
+            with recording(self.model, trace), torch.no_grad():
+                context = self._watch(kind, trace).pack([bad.number])
+                logprobs(self.model, [bad.sequence], bad.temperature, context=context)
+
+        found = locate(reference, schedule, [bad.number])
+        what = f"{self.numerics}, {kind.name}: "
+        return what + (str(found) if found else "no operator differs when the schedule runs again")
+
+
+def machine() -> dict[str, str]:
+    """What bits may depend on; both sides of a comparison print theirs."""
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "processor": platform.machine(),
+    }
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that says what comes next."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("verifying", total=total, completed=-1)
+
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield advance

@@ -1,0 +1,248 @@
+"""Kinds of schedules: ways to run the same sequences, each with random numbers of its own.
+
+A kind is a function of a `Material`, a `Watch` and a `Random`, and yields what was scored. The same arguments run the
+same schedule.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unified_models.context.local import LocalContext
+from unified_models.engine import Sampling
+from unified_models.training import logprobs
+from unified_models.verify.drive import Cut, drive
+from unified_models.verify.ties import TiesContext
+from unified_models.verify.watch import Watch
+
+BUDGETS = (1, 16, 64, 1000)
+SHORT = 5  # tokens; longer sequences do not run at a budget of 1, but under "one token"
+WHOLE = 129  # tokens of a sequence that runs in as many steps
+PAGE = 128  # tokens; the engine's pages are this long, or a whole number of them is
+TEMPERATURE = 0.7  # of sampled tokens
+SAMPLED = 8  # tokens
+COPIES = (1, 17, 64)  # of one sequence side by side: that many rows for each of its experts
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is run: a sequence of each length. turn: counts the tables of a run; kinds that do a part of everything
+    take another part each turn."""
+
+    sequences: Sequence[Sequence[int]]
+    seed: int
+    turn: int
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.sequences))
+
+    @property
+    def all(self) -> range:
+        return range(len(self.sequences))
+
+    def of(self, numbers: Sequence[int]) -> list[Sequence[int]]:
+        """Sequences by number."""
+        return [self.sequences[i] for i in numbers]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Logprobs that a run gave to the tokens of a sequence from `start` on.
+
+    number: of the sequence or of its prompt, which is the row of the table.
+    """
+
+    number: int
+    sequence: Sequence[int]
+    start: int
+    logprobs: Tensor
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != self.expected:
+            raise ValueError(
+                f"sequence {self.number}: {self.expected} tokens from token {self.start} on, "
+                f"and {len(self.logprobs)} logprobs"
+            )
+
+    @property
+    def expected(self) -> int:
+        return max(len(self.sequence) - self.start, 0)
+
+
+def _scored(material: Material, numbers: Sequence[int], values: Sequence[Tensor]) -> Iterator[Scored]:
+    for i, value in zip(numbers, values, strict=True):
+        yield Scored(i, material.sequences[i], 1, value)
+
+
+def alone(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Each sequence by itself, in one step."""
+    options = {"step_tokens": material.longest, "cache_tokens": material.longest, "max_sequences": 1}
+    engine = watch.engine(material.all, prefix_cache=False, **options)
+    for i in material.all:
+        yield from _scored(material, [i], engine.score([material.sequences[i]]))
+
+
+def batched(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Many sequences in a step, in their order."""
+    options = {"step_tokens": random.randrange(100, 400), "max_sequences": random.randrange(4, 17)}
+    engine = watch.engine(material.all, cache_tokens=4 * material.longest, **options)
+    yield from _scored(material, material.all, engine.score(material.sequences))
+
+
+def reordered(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """As batched, shuffled, in steps and on pages of another size."""
+    order = random.sample(material.all, len(material.all))
+    options = {"step_tokens": random.randrange(100, 400), "page_tokens": random.choice((16, 32))}
+    engine = watch.engine(order, cache_tokens=4 * material.longest, prefix_cache=False, **options)
+    yield from _scored(material, order, engine.score(material.of(order)))
+
+
+def chunked(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Budgets of 1, 16, 64 and 1000 tokens a step. Every sequence runs at one of the larger ones, another each turn."""
+    for b, budget in enumerate(BUDGETS):
+        numbers = [i for i in material.all if (i + material.turn) % (len(BUDGETS) - 1) == b - 1]
+        if budget == 1:
+            numbers = [i for i in material.all if len(material.sequences[i]) <= SHORT]
+        engine = watch.engine(numbers, step_tokens=budget, cache_tokens=4 * material.longest)
+        yield from _scored(material, numbers, engine.score(material.of(numbers)))
+
+
+def random_cuts(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Every sequence is cut by itself, at random places, some of them into single tokens."""
+
+    def cut(_: int, left: int) -> int:
+        return random.choice((0, 1, random.randint(1, 20), random.randint(16, 80), left))
+
+    yield from _driven(material, watch, material.all, cut)
+
+
+def one_token(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Decoding of given tokens: one chunk, then the last `tail` tokens of each sequence, one in a step. In the first
+    turn one sequence has no chunk. Then copies of one sequence, side by side."""
+    tail = random.randrange(12, 24)
+    whole = next((i for i in material.all if len(material.sequences[i]) >= WHOLE), None)
+    numbers = [i for i in material.all if i != whole or material.turn]
+    yield from _driven(material, watch, numbers, lambda _, left: max(1, left - tail))
+    if len(numbers) < len(material.all):
+        yield from _driven(material, watch, [whole], lambda *_: 1)
+    short = next((i for i in material.all if len(material.sequences[i]) > 3), None)
+    for copies in COPIES if short is not None else ():
+        yield from _driven(material, watch, [short] * copies, lambda *_: 1)
+
+
+def _driven(material: Material, watch: Watch, numbers: Sequence[int], cut: Cut) -> Iterator[Scored]:
+    yield from _scored(material, numbers, drive(watch, numbers, material.of(numbers), cut))
+
+
+def sampled(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """The engine samples after each sequence; what it reports about its own tokens is compared."""
+    options = {"step_tokens": random.randrange(64, 300), "max_sequences": random.randrange(8, 24)}
+    engine = watch.engine(_prompts(material), cache_tokens=8 * material.longest, **options)
+    yield from _generated(material, engine, SAMPLED)
+
+
+def prefix_cached(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """As sampled, twice in one engine: the second time most of a prompt is found in memory."""
+    prompts = _prompts(material)
+    options = {"step_tokens": random.randrange(64, 300), "cache_tokens": 12 * material.longest, "poison": True}
+    engine = watch.engine([*prompts, *prompts], **options)
+    yield from _generated(material, engine, 2)
+    yield from _generated(material, engine, 4)
+
+
+def preempted(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Sampling and scoring in a memory that prompts which end at a multiple of 128 tokens, or just below, fill: they
+    go first, and then grow into pages that are not there."""
+    prompts, tokens = _prompts(material), SAMPLED // 2
+    order = random.sample(prompts, len(prompts))
+    full = [i for i in order if -len(material.sequences[i]) % PAGE < tokens]
+    order = [*full, *(i for i in order if i not in full)]
+    room = sum(-(-len(material.sequences[i]) // PAGE) * PAGE for i in full)
+    room = max(room, material.longest + tokens)
+    scores = [i for i in prompts if 1 < len(material.sequences[i]) <= WHOLE and i % 3 == material.turn % 3]
+    engine = watch.engine([*order, *scores], cache_tokens=room, step_tokens=room, poison=True)
+    sampling = _sampling(material, tokens)
+    requests = [engine.submit(material.sequences[i], sampling, stream=prompts.index(i)) for i in order]
+    scoring = [engine.submit_score(material.sequences[i]) for i in scores]
+    engine.run()
+    for i, request in zip(order, requests, strict=True):
+        yield _own(material, i, request.sampled, request.output().logprobs)
+    yield from _scored(material, scores, [request.output().logprobs for request in scoring])
+    yield from _unprompted(material)
+
+
+def _prompts(material: Material) -> list[int]:
+    """Numbers of the sequences that something can be sampled after."""
+    return [i for i in material.all if len(material.sequences[i])]
+
+
+def _unprompted(material: Material) -> Iterator[Scored]:
+    """The rest, of which an engine that samples has nothing to tell."""
+    return (Scored(i, [], 0, torch.zeros(0)) for i in material.all if not len(material.sequences[i]))
+
+
+def _sampling(material: Material, tokens: int) -> Sampling:
+    """Every kind that samples draws the same tokens: stream n of one seed belongs to the n-th prompt."""
+    return Sampling(max_tokens=tokens, temperature=TEMPERATURE, seed=material.seed)
+
+
+def _own(material: Material, number: int, ids: Sequence[int], values: Tensor) -> Scored:
+    prompt = material.sequences[number]
+    return Scored(number, [*prompt, *ids], len(prompt), values, TEMPERATURE)
+
+
+def _generated(material: Material, engine: Any, tokens: int) -> Iterator[Scored]:
+    prompts = _prompts(material)
+    outs = engine.generate(material.of(prompts), _sampling(material, tokens))
+    for i, out in zip(prompts, outs, strict=True):
+        yield _own(material, i, out.ids, out.logprobs)
+    yield from _unprompted(material)
+
+
+def packed(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """The training forward, with its graph: random packs, with and without recomputation, by 1, 7 and 256 rows of
+    logits."""
+    order = random.sample(material.all, len(material.all))
+    ways = random.sample([*product((False, True), (1, 7, 256))], 6)
+    for n, (recompute, rows) in enumerate(ways):
+        numbers = order[n :: len(ways)]
+        with torch.enable_grad():
+            values = logprobs(
+                watch.model,
+                material.of(numbers),
+                recompute=recompute,
+                rows=rows,
+                context=watch.pack(numbers),
+            )
+        yield from _scored(material, numbers, [value.detach() for value in values])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A column of the table. base: the context class of the runs and of their reference."""
+
+    name: str
+    run: Callable[[Material, Watch, Random], Iterator[Scored]]
+    base: Callable[..., Any] = LocalContext
+
+
+KINDS = (
+    Kind("alone", alone),
+    Kind("batched", batched),
+    Kind("reordered", reordered),
+    Kind("chunked", chunked),
+    Kind("random cuts", random_cuts),
+    Kind("one token", one_token),
+    Kind("sampled", sampled),
+    Kind("prefix", prefix_cached),
+    Kind("preempted", preempted),
+    Kind("packed", packed),
+    Kind("ties", random_cuts, TiesContext),
+)
