@@ -21,7 +21,7 @@ Fault = tuple[int, str]
 TIERS = [
     rooms.split()
     for rooms in (
-        "autograd config",
+        "autograd config progress",
         "formats",
         "weight",
         "ops",

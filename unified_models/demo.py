@@ -132,7 +132,7 @@ def run(name: str, folder: str | Path, settings: Settings) -> Iterator[Row]:
         if version < settings.updates:
             loss = -((reward - reward.mean()) * torch.cat(lps)).mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             engine.update_weights(named_tensors(trainer), version=version + 1)
 

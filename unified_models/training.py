@@ -1,6 +1,7 @@
 """The training forward: logprobs of given tokens, packed, differentiable, and the same bits as the engine's."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def logprobs(
         else list(temperature)
     )
     check(model, sequences, temperatures, rows)
-    device = next(model.parameters()).device
+    device = next(chain(model.parameters(), model.buffers())).device
     step = Step.of([len(s) for s in sequences], device=device)
     if step.num_tokens == 0:
         return [torch.zeros(0, device=device) for _ in sequences]

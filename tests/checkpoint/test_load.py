@@ -285,9 +285,9 @@ def test_the_bar_appears_on_terminals_after_a_while(
     toy: Any, loaded: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr("unified_models.checkpoint.progress.PATIENCE", -1.0)
+    monkeypatch.setattr("unified_models.progress.PATIENCE", -1.0)
     monkeypatch.setattr(
-        "unified_models.checkpoint.progress.Progress.start", lambda bar: shown.append(bar)
+        "unified_models.progress.Progress.start", lambda bar: shown.append(bar)
     )
     loaded(toy.tensors())
     assert shown == [], "not a terminal"

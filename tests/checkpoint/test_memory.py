@@ -72,6 +72,6 @@ def test_e08_a37_peak_memory(folder: Path, weights: str) -> None:
     shard = max(path.stat().st_size for path in folder.glob("*.safetensors"))
     stack = 24 * 512 * 1024 // 2
     assert found["load"] < found["model"] + shard + 2 * stack + 16 * EXPERT, found
-    assert found["reported"] == pytest.approx(found["peak"], rel=0.02), found
+    assert found["reported"] == pytest.approx(found["peak"], rel=0.01), found
     assert found["list"] < 8 * EXPERT, f"views, or one dequantised expert at a time: {found}"
     assert found["save"] < 16 * EXPERT, f"one tensor at a time: {found}"

@@ -33,7 +33,7 @@ def test_a02_neutral_values_pass() -> None:
     Sampling(top_k=0, presence_penalty=0.0, frequency_penalty=0)
 
 
-@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e-45])
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e-45, "hot", None])
 def test_temperatures(trial: Any, temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be"):
         Sampling(temperature=temperature)

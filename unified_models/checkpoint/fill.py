@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from unified_models.checkpoint.changes import Change, compare
 from unified_models.checkpoint.match import Source
-from unified_models.checkpoint.progress import Bar
 from unified_models.checkpoint.quantized import to_packed
 from unified_models.checkpoint.shards import Shards
 from unified_models.formats import Packed
+from unified_models.progress import Bar, bar
 from unified_models.weight import Table, Weight
 
 
@@ -82,22 +82,23 @@ class Filler:
     @torch.no_grad()
     def fill(self, sources: Sequence[Source], show_progress: bool) -> None:
         """Fill every part; those of one stacked Weight are neighbours in `sources`."""
-        with Bar("loading", sum(source.size for source in sources), show_progress) as bar:
+        size = sum(source.size for source in sources)
+        with bar("loading", size, of_bytes=True, wanted=show_progress) as shown:
             for _, group in groupby(sources, key=lambda source: source.part.path):
                 parts = list(group)
                 owner = parts[0].part.owner
                 if isinstance(owner, Table):
                     self._fill_table(owner, parts[0])
-                    bar.advance(parts[0].size)
+                    shown.advance(parts[0].size)
                 else:
-                    self._fill_weight(owner, parts, bar)
+                    self._fill_weight(owner, parts, shown)
 
     def _fill_table(self, table: Table, source: Source) -> None:
         values = self.shards.read(source.tensor.name)
         table.check(values, source.tensor.name)
         table.data = values.to(self.device, torch.int64, copy=True)
 
-    def _fill_weight(self, weight: Weight, sources: Sequence[Source], bar: Bar) -> None:
+    def _fill_weight(self, weight: Weight, sources: Sequence[Source], shown: Bar) -> None:
         if not self.keep_masters:
             weight.drop_master()
         elif weight.master is not None and weight.master.device != self.device:
@@ -106,7 +107,7 @@ class Filler:
         packed: Packed = {}
         for source in sources:
             piece, index = self._fill_part(weight, source), source.part.index
-            bar.advance(source.size)
+            shown.advance(source.size)
             if index is None:
                 packed = piece
                 continue

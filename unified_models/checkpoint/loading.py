@@ -2,7 +2,6 @@
 
 import json
 import resource
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +160,12 @@ def bind_formats(model: LanguageModel, found: Match) -> None:
 
 
 def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    """The high-water mark of this process. Linux's getrusage also counts what its parent held before exec."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def _widened(source: Source) -> bool:

@@ -15,8 +15,8 @@ from unified_models.checkpoint.fill import repacked
 from unified_models.checkpoint.loading import build, match_folder, name_of
 from unified_models.checkpoint.match import Match, Source
 from unified_models.checkpoint.names import Names
-from unified_models.checkpoint.progress import Bar
 from unified_models.checkpoint.shards import Shards, Stored, open_shards
+from unified_models.progress import bar
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,15 @@ def _look_at_values(
     found: Match, shards: Shards, problems: list[str], progress: bool
 ) -> list[Change]:
     changed: list[Change] = []
-    with Bar("reading", sum(source.size for source in found.sources), progress) as bar:
+    size = sum(source.size for source in found.sources)
+    with bar("reading", size, of_bytes=True, wanted=progress) as shown:
         for source in found.sources:
             try:
                 change = repacked(shards, source)
                 changed.extend([change] if change else [])
             except ValueError as problem:
                 problems.append(str(problem))
-            bar.advance(source.size)
+            shown.advance(source.size)
     return changed
 
 

@@ -1,7 +1,7 @@
 """The engine: requests in, tokens and their exact logprobs out, weights replaced in between."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import chain, count
 from time import perf_counter
 
 import torch
@@ -13,13 +13,13 @@ from unified_models.context.local import LocalContext
 from unified_models.context.memory import Memory
 from unified_models.context.step import Step
 from unified_models.engine.memory import PagedMemory
-from unified_models.engine.progress import bar
 from unified_models.engine.readout import Readout
 from unified_models.engine.request import Output, Request
 from unified_models.engine.sampling import Sampling, check_temperature
 from unified_models.engine.scheduler import Scheduler, Work
 from unified_models.engine.stats import Stats
 from unified_models.model import LanguageModel
+from unified_models.progress import bar
 
 ContextFactory = Callable[[Step, Memory], Context]
 
@@ -72,9 +72,7 @@ class Engine:
         self._weights = [weight for _, weight in model.weights()]
         self._tables = [table for _, table in model.tables()]
         self._seen = self._fingerprint()
-        self._device = next(
-            (w for weight in self._weights for w in weight.buffers()), torch.empty(0)
-        ).device
+        self._device = next(chain(model.parameters(), model.buffers())).device
         self.stats = Stats(prefix_cache)
         self._memory = PagedMemory(
             model.slots().values(),

@@ -117,11 +117,10 @@ class PagedMemory:
             table.grow(seat, tokens)
         return True
 
-    def room(self, plans: list[tuple[int, int]], step_tokens: int) -> bool:
-        """Whether these seats can all be run up to so many tokens with the pages that are available now."""
+    def room(self, seat: int, tokens: int, step_tokens: int) -> bool:
+        """Whether a seat can be run up to that many tokens with the pages that are available now."""
         return all(
-            sum(table.lacking(seat, tokens, step_tokens) for seat, tokens in plans)
-            <= table.pool.available
+            table.lacking(seat, tokens, step_tokens) <= table.pool.available
             for table in self.tables.values()
         )
 

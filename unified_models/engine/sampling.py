@@ -65,7 +65,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 def check_temperature(must: str, temperature: float) -> None:
     """Refuse what does not give a finite float32 logits / T."""
-    if not (math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
+    number = isinstance(temperature, int | float)
+    if not (number and math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
         raise ValueError(
             f"{must} a finite number of at least {LEAST_TEMPERATURE}, got {temperature!r}"
         )

@@ -49,7 +49,7 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The work of the next step, its pages taken. Empty only if there are no requests."""
-        budget, preempted = self.step_tokens, self.stats.preemptions
+        budget = self.step_tokens
         work: list[Work] = []
         at = 0
         while at < len(self.running) and budget:
@@ -60,7 +60,7 @@ class Scheduler:
             work.append(Work(request, request.computed, end))
             budget -= end - request.computed
             at += 1
-        while self.waiting and budget and self._seats and self.stats.preemptions == preempted:
+        while self.waiting and budget and self._seats:
             request = self.waiting[0]
             if not self._admit(request):
                 break
@@ -129,8 +129,7 @@ class Scheduler:
         seat = self._seats[-1]
         if hit:
             self.memory.adopt(seat, hit, request.digests)
-        plans = [(other.seat, other.target) for other in self.running] + [(seat, request.target)]
-        if not self.memory.room(plans, self.step_tokens):
+        if not self.memory.room(seat, request.target, self.step_tokens):
             self.memory.release(seat)
             return False
         self._seats.pop()

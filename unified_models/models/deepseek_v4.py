@@ -273,7 +273,7 @@ class Compressor(nn.Module):
         C = self.entries.channels
         self.wkv = Weight(None, C, None, cfg.hidden_size, frozen=frozen)
         self.wgate = Weight(None, C, None, cfg.hidden_size, frozen=frozen)
-        self.ape = Weight(None, ratio, None, C, format="float32", frozen=frozen)
+        self.ape = Weight(None, ratio, None, C, format="float32", frozen=frozen, init="bias")
         self.norm = Weight(None, dim, frozen=frozen)
 
     def forward(self, x_TM: Tensor, ctx: Context) -> Pool:

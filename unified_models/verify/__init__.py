@@ -1,6 +1,6 @@
 """Verification: two ways of doing the same thing, compared bit for bit, and able to fail."""
 
-from unified_models.verify.compare import Comparison, Gap, Unequal, bits, gap, require_equal
+from unified_models.verify.compare import Comparison, Gap, UnequalError, bits, gap, require_equal
 from unified_models.verify.control import control
 from unified_models.verify.lengths import default_lengths
 from unified_models.verify.locate import Difference, locate
@@ -15,7 +15,7 @@ __all__ = [
     "Gap",
     "Report",
     "Trace",
-    "Unequal",
+    "UnequalError",
     "bits",
     "control",
     "default_lengths",

@@ -11,7 +11,7 @@ Tensors = Tensor | Sequence[Tensor]
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Unequal(ValueError):
+class UnequalError(ValueError):
     """Two things that must have the same bits do not, or nothing was compared."""
 
 
@@ -120,13 +120,15 @@ def _bits(a: Tensor, b: Tensor, mask: Tensor | None) -> Comparison:
     return Comparison(compared, int(different.sum()), first, size)
 
 
-def require_equal(a: Tensors, b: Tensors, what: str = "a and b", mask: Tensors | None = None) -> int:
-    """Raise `Unequal` unless all bits are equal and there were some; returns how many elements were compared."""
+def require_equal(
+    a: Tensors, b: Tensors, what: str = "a and b", mask: Tensors | None = None
+) -> int:
+    """Raise `UnequalError` unless all bits are equal and there were some; returns how many elements were compared."""
     result = bits(a, b, mask)
     if result.compared == 0:
-        raise Unequal(f"{what}: nothing was compared (0 elements)")
+        raise UnequalError(f"{what}: nothing was compared (0 elements)")
     if result.unequal:
-        raise Unequal(f"{what}: {result}")
+        raise UnequalError(f"{what}: {result}")
     return result.compared
 
 
@@ -143,10 +145,14 @@ def gap(a: Tensors, b: Tensors, mask: Tensors | None = None) -> Gap:
         return Gap(0, 0.0, 0.0, 0.0, 0.0)
     apart = (x.exp() - y.exp()).abs()
     k3 = ((y - x).expm1() - (y - x)).mean()
-    return Gap(len(x), float(apart.max()), float(apart.mean()), float(apart.std(correction=0)), float(k3))
+    return Gap(
+        len(x), float(apart.max()), float(apart.mean()), float(apart.std(correction=0)), float(k3)
+    )
 
 
 def _flat(x: Tensors) -> Tensor:
     """float64, one dimension."""
     parts = [x] if isinstance(x, Tensor) else list(x)
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *(p.detach().cpu().double().flatten() for p in parts)])
+    return torch.cat(
+        [torch.zeros(0, dtype=torch.float64), *(p.detach().cpu().double().flatten() for p in parts)]
+    )

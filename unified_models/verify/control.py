@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unified_models.model import LanguageModel
 from unified_models.training import logprobs
-from unified_models.verify.compare import Unequal, bits
+from unified_models.verify.compare import UnequalError, bits
 from unified_models.verify.drive import drive
 from unified_models.verify.locate import Agreement, compare
 from unified_models.verify.trace import Call, Fault, Place, Trace, recording
@@ -51,7 +51,11 @@ class Control:
         for injection in self.injections:
             if not injection.found:
                 call, place = injection.fault.call, injection.fault.place
-                named = "nothing" if injection.named is None else f"{injection.named[0]} token {injection.named[1][1]}"
+                named = (
+                    "nothing"
+                    if injection.named is None
+                    else f"{injection.named[0]} token {injection.named[1][1]}"
+                )
                 yield f"control: a fault in {call} token {place[1]} was not named, but {named}"
         if self.injections and not self.reached:
             yield "control: no injected fault reached the logprobs"
@@ -59,7 +63,9 @@ class Control:
 
     def __str__(self) -> str:
         found = sum(injection.found for injection in self.injections)
-        reached = ", ".join(dict.fromkeys(injection.fault.call.operator for injection in self.reached))
+        reached = ", ".join(
+            dict.fromkeys(injection.fault.call.operator for injection in self.reached)
+        )
         return (
             f"{self.clean.rows} rows of {self.clean.calls} operator calls agree; one-ulp faults: named {found} of "
             f"{len(self.injections)}, reached the logprobs: {reached or 'none'}"
@@ -88,7 +94,7 @@ def control(model: LanguageModel, sequence: Sequence[int], seed: int = 0) -> Con
         struck = Trace(fault=fault)
         values = trained(struck)
         if not struck.struck:
-            raise Unequal(f"the fault in {fault.call} was never met")
+            raise UnequalError(f"the fault in {fault.call} was never met")
         unequal = bits(expected, values.cpu()).unequal
         injections.append(Injection(fault, compare(struck, steps).first, unequal))
     return Control(agreement, injections, sorted(clean.blind, key=str))

@@ -68,7 +68,13 @@ class Counters:
             self.experts_64 += int((value == 64).sum())
 
     def _add_select(
-        self, q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, base_T: Tensor, count_T: Tensor, picks_TK: Tensor
+        self,
+        q_TJI: Tensor,
+        weights_TJ: Tensor,
+        rows_RI: Tensor,
+        base_T: Tensor,
+        count_T: Tensor,
+        picks_TK: Tensor,
     ) -> None:
         k = picks_TK.shape[-1]
         self.queries_below += int((count_T < k).sum())
@@ -80,7 +86,9 @@ class Counters:
             self.select_ties += cut_ties(select_scores(*args), k)
 
 
-def select_scores(q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, base_T: Tensor, count_T: Tensor) -> Tensor:
+def select_scores(
+    q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, base_T: Tensor, count_T: Tensor
+) -> Tensor:
     """[T, N]: what `select` orders, for the entries that each token sees; -inf elsewhere."""
     columns = torch.arange(-(-int(count_T.max()) // BLOCK) * BLOCK, device=count_T.device)
     seen = columns < count_T[:, None]
@@ -121,6 +129,6 @@ def unmet(counters: Counters, model: LanguageModel, notes: Iterable[str]) -> lis
         absent |= {"choose_ties"}
     if not any(isinstance(module, Experts) for module in model.modules()):
         absent |= {"experts_1", "experts_17", "experts_64"}
-    return [f.name for f in fields(counters) if f.name not in absent and not getattr(counters, f.name)]
-
-
+    return [
+        f.name for f in fields(counters) if f.name not in absent and not getattr(counters, f.name)
+    ]

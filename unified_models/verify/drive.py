@@ -15,12 +15,16 @@ Cut = Callable[[int, int], int]
 
 
 @torch.no_grad()
-def drive(watch: Watch, numbers: Sequence[int], sequences: Sequence[Sequence[int]], cut: Cut) -> list[Tensor]:
+def drive(
+    watch: Watch, numbers: Sequence[int], sequences: Sequence[Sequence[int]], cut: Cut
+) -> list[Tensor]:
     """Logprobs of tokens 1, 2, .. of each sequence, run in steps that `cut` chooses.
 
     numbers: of the sequences, for a trace. The last token of a sequence is not run; nothing is asked of it. A step
     that would be empty takes one token of each sequence.
     """
+    if not sequences:
+        return []
     targets = [max(len(s) - 1, 0) for s in sequences]
     done = [0] * len(sequences)
     parts: list[list[Tensor]] = [[torch.zeros(0)] for _ in sequences]

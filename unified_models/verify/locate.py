@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from unified_models.verify.compare import Comparison, Unequal, bits
+from unified_models.verify.compare import Comparison, UnequalError, bits
 from unified_models.verify.trace import Call, Place, Trace
 
 Run = Callable[[Trace], object]
@@ -38,14 +38,16 @@ class Agreement:
 def compare(a: Trace, b: Trace, sequences: Iterable[int] | None = None) -> Agreement:
     """Compare the tokens that both runs have; sequences: only these.
 
-    Raises `Unequal` where the runs call different operators, or another order of them, or have no token in common.
+    Raises `UnequalError` where the runs call different operators, or another order of them, or have no token in common.
     """
     calls = list(a.digests)
     for i, (x, y) in enumerate(zip(calls, b.digests, strict=False)):
         if x != y:
-            raise Unequal(f"operator call {i} is {x} in one run and {y} in the other")
+            raise UnequalError(f"operator call {i} is {x} in one run and {y} in the other")
     if len(calls) != len(b.digests):
-        raise Unequal(f"{len(calls)} operator calls in one run and {len(b.digests)} in the other")
+        raise UnequalError(
+            f"{len(calls)} operator calls in one run and {len(b.digests)} in the other"
+        )
     wanted = None if sequences is None else set(sequences)
     rows, first = 0, None
     for call in calls:
@@ -56,7 +58,7 @@ def compare(a: Trace, b: Trace, sequences: Iterable[int] | None = None) -> Agree
             parted = [p for p in common if mine[p] != other[p]]
             first = (call, min(parted)) if parted else None
     if rows == 0:
-        raise Unequal(f"no row in common: nothing was compared ({len(calls)} operator calls)")
+        raise UnequalError(f"no row in common: nothing was compared ({len(calls)} operator calls)")
     return Agreement(len(calls), rows, first)
 
 

@@ -31,7 +31,7 @@ class Cell:
 
     runs: int = 0
     expected: int = 0
-    bits: Comparison = Comparison(0, 0)
+    bits: Comparison = field(default_factory=lambda: Comparison(0, 0))
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, reference: Tensor, found: Tensor) -> Comparison:
@@ -109,13 +109,17 @@ class Report:
             parts.append(Text(f"... {len(problems) - 20} more", style="red"))
         verdict = "all bits are equal" if not problems else "NOT verified"
         head = f"{self.total.compared} tokens compared, {self.total.unequal} unequal, {self.seconds:.0f} s"
-        parts.append(Text(f"{self.folder}: {head}: {verdict}", style="green" if not problems else "bold red"))
+        parts.append(
+            Text(f"{self.folder}: {head}: {verdict}", style="green" if not problems else "bold red")
+        )
         return Group(*parts)
 
     def _grid(self, numerics: str, threads: int) -> Table:
-        mine = {k: c for k, c in self.cells.items() if (k.numerics, k.threads) == (numerics, threads)}
+        mine = {
+            k: c for k, c in self.cells.items() if (k.numerics, k.threads) == (numerics, threads)
+        }
         kinds = list(dict.fromkeys(key.kind for key in mine))
-        title = f"{numerics}, {threads} thread{'s' * (threads > 1)}: tokens compared (unequal)"
+        title = f"{numerics}, {threads} thread{'s' * (threads > 1)}: tokens compared, or sequences without any"
         table = Table("length", *kinds, title=title, title_justify="left")
         for column in table.columns:
             column.justify = "right"
@@ -128,7 +132,10 @@ class Report:
         table.add_row("unequal", *(str(cell.bits.unequal) for cell in sums))
         gaps = [cell.gap for cell in sums]
         for name in ("valid", "max", "mean", "std", "k3"):
-            table.add_row(name, *(f"{getattr(g, name):.2g}" if name != "valid" else str(g.valid) for g in gaps))
+            table.add_row(
+                name,
+                *(f"{getattr(g, name):.2g}" if name != "valid" else str(g.valid) for g in gaps),
+            )
         return table
 
     def to_json(self) -> str:
@@ -153,7 +160,11 @@ class Report:
             "problems": list(self.problems()),
             "cells": [
                 asdict(key)
-                | {"sequences": cell.runs, "compared": cell.bits.compared, "unequal": cell.bits.unequal}
+                | {
+                    "sequences": cell.runs,
+                    "compared": cell.bits.compared,
+                    "unequal": cell.bits.unequal,
+                }
                 | asdict(cell.gap)
                 for key, cell in self.cells.items()
             ],
@@ -171,7 +182,7 @@ def _sum(cells: list[Cell]) -> Cell:
 
 
 def _shown(cell: Cell, length: int) -> Text:
-    """Tokens compared; where there is nothing to compare, how many sequences were run to find that out."""
+    """Tokens compared; where there is nothing to compare, how many sequences were run."""
     if cell.fault(length):
-        return Text(f"{cell.bits.compared} ({cell.bits.unequal})", style="bold red")
-    return Text(str(cell.bits.compared) if cell.expected else f"0 of 0, {cell.runs} run")
+        return Text(f"{cell.bits.compared}: {cell.bits.unequal} unequal", style="bold red")
+    return Text(str(cell.bits.compared) if cell.expected else f"0 ({cell.runs} run)")

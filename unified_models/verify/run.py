@@ -46,7 +46,7 @@ def verify_folder(
     sequence alone, on one thread.
 
     Args:
-        tokens: the least to compare; the table is run again, with other sequences, until there are as many.
+        tokens: the least to compare; the table is run again, under other schedules, until there are as many.
         lengths: of the sequences; None: `default_lengths`.
         quick: lengths up to 65, one thread, any number of tokens; nothing is demanded of the counters.
         progress: show a bar, on a terminal.
@@ -58,7 +58,9 @@ def verify_folder(
     report = Report(str(folder), seed, tokens, machine=machine())
     began, before = time.perf_counter(), torch.get_num_threads()
     models = {name: load(folder, numerics=name, progress=progress) for name in numerics}
-    lengths = sorted(set(default_lengths(next(iter(models.values()))) if lengths is None else lengths))
+    lengths = sorted(
+        set(default_lengths(next(iter(models.values()))) if lengths is None else lengths)
+    )
     lengths = [length for length in lengths if length <= QUICK] if quick else lengths
     if not lengths or lengths[-1] < 3:
         raise ValueError(f"lengths must reach 3 tokens, got {lengths}")
@@ -101,7 +103,7 @@ class Bench:
         self._references: dict[tuple[Any, int, float], list[tuple[list[int], Tensor]]] = {}
 
     def material(self, turn: int) -> Material:
-        """The sequences of a turn; every turn of a run has the same ones, so that they share references."""
+        """What a turn runs; every turn of a run has the same sequences, so that they share references."""
         random = Random(f"tokens {self.seed}")
         vocab = self.model.config.vocab_size
         sequences = [[random.randrange(vocab) for _ in range(length)] for length in self.lengths]
@@ -117,7 +119,9 @@ class Bench:
         torch.set_num_threads(1)
         bad: Scored | None = None
         for one in scored:
-            cell = self.report.cells[Key(self.numerics, threads, kind.name, self.lengths[one.number])]
+            cell = self.report.cells[
+                Key(self.numerics, threads, kind.name, self.lengths[one.number])
+            ]
             if cell.add(self._reference(kind, one), one.logprobs).unequal:
                 bad = bad or one
         if bad is not None and len(self.report.differences) < MOST_LOCATED:
@@ -127,7 +131,9 @@ class Bench:
 
     def control(self) -> None:
         """On one sequence, long enough for an entry of every stride."""
-        length = max([9, *(stride + 5 for stride in strides(self.model) if stride + 5 <= self.lengths[-1])])
+        length = max(
+            [9, *(stride + 5 for stride in strides(self.model) if stride + 5 <= self.lengths[-1])]
+        )
         random = Random(f"control {self.seed}")
         sequence = [random.randrange(self.model.config.vocab_size) for _ in range(length)]
         result = control(self.model, sequence, self.seed)
@@ -144,16 +150,15 @@ class Bench:
         """The training forward of the sequence alone; that of a longer one with the same beginning will do."""
         known = self._references.setdefault((kind.base, one.number, one.temperature), [])
         whole = list(one.sequence)
-        for sequence, values in known:
-            if sequence[: len(whole)] == whole:
-                break
-        else:
+        found = [values for sequence, values in known if sequence[: len(whole)] == whole]
+        if not found:
             with torch.no_grad():
                 context = self._watch(kind).pack([one.number])
                 values = logprobs(self.model, [whole], one.temperature, context=context)[0].cpu()
             known.append((whole, values))
+            found = [values]
         start = max(one.start - 1, 0)
-        return values[start : start + one.expected]
+        return found[0][start : start + one.expected]
 
     def _locate(self, kind: Kind, material: Material, turn: int, bad: Scored) -> str:
         """Run the reference and the schedule again, looking at every operator."""
@@ -185,8 +190,15 @@ def machine() -> dict[str, str]:
 def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that says what comes next."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
         task = bar.add_task("verifying", total=total, completed=-1)
 
         def advance(what: str) -> None:

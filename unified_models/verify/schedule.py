@@ -76,14 +76,20 @@ class Scored:
         return max(len(self.sequence) - self.start, 0)
 
 
-def _scored(material: Material, numbers: Sequence[int], values: Sequence[Tensor]) -> Iterator[Scored]:
+def _scored(
+    material: Material, numbers: Sequence[int], values: Sequence[Tensor]
+) -> Iterator[Scored]:
     for i, value in zip(numbers, values, strict=True):
         yield Scored(i, material.sequences[i], 1, value)
 
 
 def alone(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
     """Each sequence by itself, in one step."""
-    options = {"step_tokens": material.longest, "cache_tokens": material.longest, "max_sequences": 1}
+    options = {
+        "step_tokens": material.longest,
+        "cache_tokens": material.longest,
+        "max_sequences": 1,
+    }
     engine = watch.engine(material.all, prefix_cache=False, **options)
     for i in material.all:
         yield from _scored(material, [i], engine.score([material.sequences[i]]))
@@ -127,14 +133,13 @@ def one_token(material: Material, watch: Watch, random: Random) -> Iterator[Scor
     """Decoding of given tokens: one chunk, then the last `tail` tokens of each sequence, one in a step. In the first
     turn one sequence has no chunk. Then copies of one sequence, side by side."""
     tail = random.randrange(12, 24)
-    whole = next((i for i in material.all if len(material.sequences[i]) >= WHOLE), None)
-    numbers = [i for i in material.all if i != whole or material.turn]
+    whole = [i for i in material.all if len(material.sequences[i]) >= WHOLE][: material.turn == 0]
+    numbers = [i for i in material.all if i not in whole]
     yield from _driven(material, watch, numbers, lambda _, left: max(1, left - tail))
-    if len(numbers) < len(material.all):
-        yield from _driven(material, watch, [whole], lambda *_: 1)
-    short = next((i for i in material.all if len(material.sequences[i]) > 3), None)
-    for copies in COPIES if short is not None else ():
-        yield from _driven(material, watch, [short] * copies, lambda *_: 1)
+    yield from _driven(material, watch, whole, lambda *_: 1)
+    short = [i for i in material.all if len(material.sequences[i]) > 3][:1]
+    for copies in COPIES:
+        yield from _driven(material, watch, short * copies, lambda *_: 1)
 
 
 def _driven(material: Material, watch: Watch, numbers: Sequence[int], cut: Cut) -> Iterator[Scored]:
@@ -151,7 +156,11 @@ def sampled(material: Material, watch: Watch, random: Random) -> Iterator[Scored
 def prefix_cached(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
     """As sampled, twice in one engine: the second time most of a prompt is found in memory."""
     prompts = _prompts(material)
-    options = {"step_tokens": random.randrange(64, 300), "cache_tokens": 12 * material.longest, "poison": True}
+    options = {
+        "step_tokens": random.randrange(64, 300),
+        "cache_tokens": 12 * material.longest,
+        "poison": True,
+    }
     engine = watch.engine([*prompts, *prompts], **options)
     yield from _generated(material, engine, 2)
     yield from _generated(material, engine, 4)
@@ -166,10 +175,14 @@ def preempted(material: Material, watch: Watch, random: Random) -> Iterator[Scor
     order = [*full, *(i for i in order if i not in full)]
     room = sum(-(-len(material.sequences[i]) // PAGE) * PAGE for i in full)
     room = max(room, material.longest + tokens)
-    scores = [i for i in prompts if 1 < len(material.sequences[i]) <= WHOLE and i % 3 == material.turn % 3]
+    scores = [
+        i for i in prompts if 1 < len(material.sequences[i]) <= WHOLE and i % 3 == material.turn % 3
+    ]
     engine = watch.engine([*order, *scores], cache_tokens=room, step_tokens=room, poison=True)
     sampling = _sampling(material, tokens)
-    requests = [engine.submit(material.sequences[i], sampling, stream=prompts.index(i)) for i in order]
+    requests = [
+        engine.submit(material.sequences[i], sampling, stream=prompts.index(i)) for i in order
+    ]
     scoring = [engine.submit_score(material.sequences[i]) for i in scores]
     engine.run()
     for i, request in zip(order, requests, strict=True):
@@ -185,7 +198,9 @@ def _prompts(material: Material) -> list[int]:
 
 def _unprompted(material: Material) -> Iterator[Scored]:
     """The rest, of which an engine that samples has nothing to tell."""
-    return (Scored(i, [], 0, torch.zeros(0)) for i in material.all if not len(material.sequences[i]))
+    return (
+        Scored(i, [], 0, torch.zeros(0)) for i in material.all if not len(material.sequences[i])
+    )
 
 
 def _sampling(material: Material, tokens: int) -> Sampling:

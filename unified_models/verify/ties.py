@@ -15,7 +15,9 @@ class TiesContext(LocalContext):
         """Router scores in steps of 1/4: many experts score alike."""
         return super().choose((scores_TE * 4).round() / 4, k, site)
 
-    def select(self, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool, k: int, site: nn.Module) -> Tensor:
+    def select(
+        self, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool, k: int, site: nn.Module
+    ) -> Tensor:
         """One head, with a negative weight: about half of the entries score exactly 0, and none higher."""
         one = torch.zeros_like(weights_TJ)
         one[:, 0] = -weights_TJ[:, 0].abs()

@@ -97,7 +97,9 @@ class Trace:
             leaves = _leaves(out, len(self._places))
         known = self.digests[call]
         if leaves and places:
-            for place, value in zip(places, digest([leaf[at] for leaf in leaves]).tolist(), strict=True):
+            for place, value in zip(
+                places, digest([leaf[at] for leaf in leaves]).tolist(), strict=True
+            ):
                 before = known.setdefault(place, value)
                 known[place] = value if before == value else hash((before, value))
         if self.keep is not None and self.keep[0] == call and self.keep[1] in places:
@@ -195,8 +197,8 @@ def recording(model: LanguageModel, trace: Trace) -> Iterator[Trace]:
             stack.callback(module.register_forward_pre_hook(enter).remove)
             left = functools.partial(leave, module is model)
             stack.callback(module.register_forward_hook(left, always_call=True).remove)
-        model.logits = read  # type: ignore[method-assign]
-        stack.callback(model.__delattr__, "logits")
+        vars(model)["logits"] = read
+        stack.callback(vars(model).pop, "logits")
         stack.enter_context(observe(trace.see))
         yield trace
 

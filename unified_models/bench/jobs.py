@@ -1,0 +1,80 @@
+"""Whole jobs for an engine: with room for all requests, with little memory, and with prompts that begin alike."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from unified_models.bench.cases import PROMPT, Size, make_prompts
+from unified_models.bench.clock import seconds_of
+from unified_models.engine import Engine, Output, Sampling, Stats
+from unified_models.model import LanguageModel
+from unified_models.training import logprobs
+from unified_models.verify.compare import Comparison, bits
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a job by a fresh engine."""
+
+    seconds: float
+    stats: Stats
+    outs: list[Output]
+
+    @property
+    def overhead(self) -> float:
+        """The share of the time that went neither into Model.forward nor into logits and logprobs."""
+        return 1 - (self.stats.seconds_forward + self.stats.seconds_logprob) / self.seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts to sample `tokens` tokens onto. options: of the engine; before: a prompt that it has run already."""
+
+    name: str
+    prompts: list[list[int]]
+    tokens: int
+    options: dict[str, Any] = field(default_factory=dict)
+    before: list[int] | None = None
+
+    def run(self, model: LanguageModel, seed: int) -> Ran:
+        """By a fresh engine."""
+        engine, outs = Engine(model, **self.options), list[Output]()
+        if self.before:
+            engine.generate([self.before], Sampling(1))
+        sampling = Sampling(self.tokens, seed=seed)
+        seconds = seconds_of(lambda: outs.extend(engine.generate(self.prompts, sampling)))
+        return Ran(seconds, engine.stats, outs)
+
+    def check(self, model: LanguageModel, seed: int) -> Comparison:
+        """Run it, and compare every sampled token's logprob with the training forward."""
+        outs = self.run(model, seed).outs
+        sequences = [[*p, *out.ids] for p, out in zip(self.prompts, outs, strict=True)]
+        trained = [lp.detach() for lp in logprobs(model, sequences)]
+        again = [lp[len(p) - 1 :] for lp, p in zip(trained, self.prompts, strict=True)]
+        return bits([out.logprobs for out in outs], again)
+
+
+def roomy(model: LanguageModel, size: Size, seed: int) -> Job:
+    """The job whose overhead is reported."""
+    prompts = make_prompts(model, size.requests, PROMPT, seed)
+    return Job(f"{size.requests} requests of {size.tokens} tokens", prompts, size.tokens)
+
+
+def memory_jobs(model: LanguageModel, size: Size, seed: int) -> list[Job]:
+    """Pairs with and without the prefix cache: memory for half of the requests, and one long beginning for all."""
+    few = max(2, size.requests // 2)
+    prompts = make_prompts(model, few, PROMPT, seed)
+    before, *alike = make_prompts(model, few + 1, size.length + PROMPT, seed, shared=size.length)
+    half = max(few * (PROMPT + size.tokens) // 2, PROMPT + size.tokens)
+    return [
+        job
+        for cache, tail in ((True, "prefix cache"), (False, "no prefix cache"))
+        for job in (
+            Job(
+                f"{few} requests, memory for half, {tail}",
+                prompts,
+                size.tokens,
+                {"cache_tokens": half, "prefix_cache": cache},
+            ),
+            Job(f"{few} prompts begin alike, {tail}", alike, 4, {"prefix_cache": cache}, before),
+        )
+    ]

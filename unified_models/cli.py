@@ -1,0 +1,351 @@
+"""The command line: arguments in, tables or JSON out. Everything heavy is imported inside the command that needs it."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from unified_models.engine import Output
+
+FAILED, REFUSED = 1, 2  # exit status: a check found unequal bits; the input is wrong
+
+
+class Commands(TyperGroup):
+    """Wrong input ends in one red line and exit status 2; --debug, anywhere on the line, shows the traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Let --debug stand after the command, too."""
+        rest = [arg for arg in args if arg != "--debug"]
+        return super().parse_args(ctx, (["--debug"] if len(rest) < len(args) else []) + rest)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            if ctx.params["debug"]:
+                raise
+            Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
+            raise typer.Exit(REFUSED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint folder.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write JSON, too.")]
+Seed = Annotated[int, typer.Option(help="Of all random numbers.")]
+Numerics = Annotated[
+    str, typer.Option(help="deployed: the checkpoint's formats; float32: nothing is quantised.")
+]
+Threads = Annotated[int, typer.Option(min=1, help="Of torch; the bits do not depend on it.")]
+Architectures = Annotated[
+    list[str] | None,
+    typer.Option("--architecture", help="Of this one only; repeat for several."),
+]
+
+
+@app.callback()
+def start(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """One file an architecture, rollout model and training module at once, with bit-identical logprobs.
+
+    Start with **unified-models demo**. Every command explains itself: unified-models verify --help
+    """
+
+
+@app.command()
+def demo(
+    architecture: Architectures = None,
+    samples: Annotated[int, typer.Option(help="Rollouts of each prompt.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Sampled in the longest rollout.")] = 32,
+    updates: Annotated[int, typer.Option(help="Policy-gradient updates.")] = 2,
+    lr: Annotated[float, typer.Option(help="Of AdamW, on float32 masters.")] = 3e-3,
+    numerics: Numerics = "deployed",
+    threads: Threads = 1,
+    seed: Seed = 0,
+) -> None:
+    """The promise, shown on a tiny model.
+
+    Makes a tiny checkpoint, samples from it, updates its weights by policy gradient, and samples again. One row a
+    rollout: how many of the sampled tokens' logprobs have other bits in the training forward (none), and what the
+    same model file gives under plain torch operators whose order of summation follows the shape of the batch. Exit
+    status 1 if a bit differs.
+
+    Example: unified-models demo --updates 4 --seed 1
+    """
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from rich.live import Live
+
+    from unified_models import registry
+    from unified_models.demo import Demo, Settings, run
+
+    torch.set_num_threads(threads)
+    console, ok = Console(), True
+    settings = Settings(samples, tokens, updates, lr, seed, numerics)
+    for name in architecture or registry.architectures():
+        shown = Demo(name)
+        with (
+            TemporaryDirectory() as folder,
+            Live(shown.table(), console=console, auto_refresh=False) as live,
+        ):
+            for row in run(name, Path(folder) / name, settings):
+                shown.rows.append(row)
+                live.update(shown.table(), refresh=True)
+        console.print(shown.story(), highlight=False)
+        ok = ok and shown.ok
+    if not ok:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def tiny(
+    name: Annotated[str, typer.Argument(help="An architecture.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value (JSON) in config.json."),
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Make a small random checkpoint: every part of the architecture, official tensor names, any machine's bytes.
+
+    Example: unified-models tiny deepseek_v4 /tmp/v4 --set num_hidden_layers=4 --set expert_dtype=null
+    """
+    from unified_models.tiny import make_tiny
+
+    make_tiny(name, folder, seed=seed, **dict(_assignments(changes or [])))
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    Console(soft_wrap=True).print(f"{folder}: {name}, {size / 1e6:.1f} MB", highlight=False)
+
+
+def _assignments(texts: list[str]) -> Iterator[tuple[str, Any]]:
+    """key=value pairs; a value that is no JSON is a string."""
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--set {text!r}: expected KEY=VALUE")
+        try:
+            yield key, json.loads(value)
+        except json.JSONDecodeError:
+            yield key, value
+
+
+@app.command()
+def inspect(
+    folder: Folder,
+    values: Annotated[
+        bool, typer.Option(help="Also read the tensors, and say which of them packing changes.")
+    ] = True,
+    every: Annotated[
+        bool, typer.Option("--every", help="One line a tensor instead of one a kind.")
+    ] = False,
+) -> None:
+    """What a checkpoint holds, what reads each tensor, and which values rounding would change.
+
+    Reads one tensor at a time, so any size will do. Exit status 1 if the checkpoint would not load.
+
+    Example: unified-models inspect /tmp/v4 --no-values
+    """
+    from unified_models.checkpoint import describe, print_report
+
+    report = describe(folder, values=values)
+    print_report(report, every_tensor=every)
+    if report.problems:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def generate(
+    folder: Folder,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar='"ID ID ..."', help="Token ids; repeat for several prompts."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help='One prompt a line: [1, 2] or {"prompt": [1, 2]}.'),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Sampled for each prompt.")] = 16,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, reported at 1.")] = 1.0,
+    seed: Seed = 0,
+    stop: Annotated[list[int] | None, typer.Option(metavar="ID", help="Ends a sample.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Reuse what equal beginnings have in memory.")
+    ] = True,
+    cache_tokens: Annotated[int, typer.Option(help="Memory of all running sequences.")] = 4096,
+    step_tokens: Annotated[int, typer.Option(help="Run in one step.")] = 64,
+    max_sequences: Annotated[int, typer.Option(help="Run in one step.")] = 16,
+    numerics: Numerics = "deployed",
+) -> None:
+    """Sample from a checkpoint, with the exact logprob of every token.
+
+    There is no tokenizer here: prompts and samples are token ids.
+
+    Example: unified-models generate /tmp/v4 --prompt "1 2 3" --prompt "4 5" --max-tokens 8 --json
+    """
+    from unified_models.checkpoint import load
+    from unified_models.engine import Engine, Sampling
+
+    given = [*map(_ids, prompt or []), *(_prompts_of(prompts) if prompts else [])]
+    if not given:
+        raise ValueError("nothing to generate from: give --prompt or --prompts")
+    stop_ids = tuple(stop or ())
+    sampling = Sampling(max_tokens, temperature, seed, stop_ids=stop_ids)
+    model = load(folder, numerics=numerics)
+    engine = Engine(model, cache_tokens, step_tokens, max_sequences, prefix_cache)
+    outs = engine.generate(given, sampling)
+    if as_json:
+        for ids, out in zip(given, outs, strict=True):
+            print(json.dumps(_record(ids, out)))
+        return
+    _print_samples(given, outs)
+    stats = engine.stats
+    Console(stderr=True).print(
+        f"{stats.tokens_sampled} tokens sampled and {stats.tokens} run in {stats.steps} steps, "
+        f"{stats.prefix_hits} found in the prefix cache; {stats.seconds_total:.2f} s",
+        highlight=False,
+    )
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"--prompt {text!r}: expected token ids, such as '1 2 3'") from None
+
+
+def _prompts_of(file: Path) -> Iterator[list[int]]:
+    """One prompt a line of a JSONL file; blank lines are passed over."""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number}: not JSON: {error}") from None
+        ids = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+            raise ValueError(f"{file}, line {number}: expected a list of token ids, got {line!r}")
+        yield ids
+
+
+def _record(prompt: list[int], out: "Output") -> dict[str, Any]:
+    """What is known of a sample. The logprobs, read back as float32, have the same bits."""
+    return {
+        "prompt": prompt,
+        "ids": out.ids,
+        "logprobs": out.logprobs.tolist(),
+        "versions": out.versions,
+        "reason": out.reason,
+    }
+
+
+def _print_samples(prompts: list[list[int]], outs: "list[Output]") -> None:
+    from rich.table import Table
+
+    table = Table()
+    for header in ("prompt", "sampled", "logprob", "ended by"):
+        table.add_column(header, justify="right" if header == "logprob" else "left")
+    for ids, out in zip(prompts, outs, strict=True):
+        cells = (" ".join(map(str, ids)), " ".join(map(str, out.ids)))
+        table.add_row(*cells, f"{float(out.logprobs.double().sum()):.4f}", out.reason)
+    Console().print(table)
+
+
+@app.command()
+def verify(
+    folder: Folder,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="transformers", help="Another implementation, by tolerance."),
+    ] = None,
+    json_file: Json = None,
+    numerics: Numerics = "deployed",
+    threads: Annotated[int, typer.Option(min=1, help="Of the runs with more than one.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter sequences.")] = False,
+    seed: Seed = 0,
+) -> None:
+    """Every way to compute a logprob against every other, bit for bit.
+
+    Prefill, decode, chunks, mixed packs, preemption, prefix hits, weight updates and the training forward; then a
+    fault of one unit in the last place, which must be found and named. Exit status 1 if a bit differs.
+
+    Example: unified-models verify /tmp/v4 --quick --json report.json
+    """
+    from unified_models import verify as checks
+
+    console = Console()
+    if against is None:
+        tokens = 48 if quick else 256
+        report = checks.verify_folder(
+            folder, numerics=numerics, threads=threads, tokens=tokens, seed=seed, progress=True
+        )
+    elif against == "transformers":
+        report = checks.against_transformers(folder, seed=seed)
+    else:
+        raise ValueError(f"--against {against!r}; known: transformers")
+    console.print(report.table())
+    _write_json(json_file, report.to_json())
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def bench(
+    architecture: Architectures = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; medians.")] = 5,
+    numerics: Numerics = "deployed",
+    threads: Threads = 1,
+    json_file: Json = None,
+    seed: Seed = 0,
+) -> None:
+    """Times of work that was first shown right: decode, prefill, training, the engine's own share, its memory.
+
+    Tiny models on the CPU. Nothing is timed before the engine's logprobs have the bits of the training forward; exit
+    status 1 if they do not.
+
+    Example: unified-models bench --repeats 9 --json bench.json
+    """
+    import torch
+
+    from unified_models import registry
+    from unified_models.bench import Size, run
+
+    torch.set_num_threads(threads)
+    console, results = Console(), []
+    command = " ".join(["unified-models", *sys.argv[1:]])
+    for name in architecture or registry.architectures():
+        result = run(name, Size(repeats=repeats), numerics=numerics, seed=seed, command=command)
+        console.print(result.table() if result.ok else Text(result.refusal, style="red"))
+        results.append(result)
+    _write_json(json_file, [result.to_json() for result in results])
+    if not all(result.ok for result in results):
+        raise typer.Exit(FAILED)
+
+
+def _write_json(file: Path | None, value: Any) -> None:
+    if file is not None:
+        file.write_text(json.dumps(value, indent=2) + "\n")
+        Console(stderr=True, soft_wrap=True).print(f"written: {file}", highlight=False)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="unified-models")
