@@ -1,21 +1,11 @@
-"""A bar on a terminal when work takes long, and nothing anywhere else."""
+"""A bar while the engine works, and its end after a failure."""
 
-import io
 from typing import Any
 
-from rich.console import Console
+import pytest
 
-from unified_models.engine import Sampling, progress
-
-
-def test_a_bar_appears_on_a_terminal_after_a_while(monkeypatch: Any) -> None:
-    for terminal, patience, shown in ((True, 0.0, True), (True, 60.0, False), (False, 0.0, False)):
-        monkeypatch.setattr(progress, "PATIENCE", patience)
-        out = io.StringIO()
-        bar = progress.Bar("generating", 10, Console(file=out, force_terminal=terminal))
-        bar.show(lambda: 3)
-        bar.close()
-        assert ("generating" in out.getvalue() and "3/10" in out.getvalue()) is shown
+from unified_models import progress
+from unified_models.engine import Sampling
 
 
 def test_generate_counts_what_is_done(trial: Any, monkeypatch: Any) -> None:
@@ -26,12 +16,19 @@ def test_generate_counts_what_is_done(trial: Any, monkeypatch: Any) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_the_bar_is_closed_after_a_failure(trial: Any, monkeypatch: Any) -> None:
-    closed = []
-    monkeypatch.setattr(progress.Bar, "close", lambda self: closed.append(self.what))
+def test_no_bar_away_from_a_terminal(trial: Any, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    trial.engine().generate(trial.prompts(10), Sampling(max_tokens=5))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_ends_with_a_failure(trial: Any, monkeypatch: Any) -> None:
+    bars, bar = [], progress.Bar
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(progress, "Bar", lambda *a, **k: bars.append(bar(*a, **k)) or bars[-1])
     monkeypatch.setattr(trial.model, "forward", lambda *_: 1 / 0)
-    try:
+    with pytest.raises(ZeroDivisionError):
         trial.engine().generate([[1]])
-    except ZeroDivisionError:
-        closed.append("raised")
-    assert closed == ["generating", "raised"]
+    assert len(bars) == 1 and bars[0].shown.finished is False
+    assert bars[0].shown.live.is_started is False

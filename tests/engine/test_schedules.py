@@ -12,6 +12,7 @@ from unified_models.engine import Sampling
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "default": {},
+    "not_poisoned": {"poison": False, "step_tokens": 50},
     "step1": {"step_tokens": 1},
     "step5_seats3": {"step_tokens": 5, "max_sequences": 3},
     "step16": {"step_tokens": 16},
@@ -20,26 +21,25 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "page4_seats1": {"page_tokens": 4, "max_sequences": 1},
     "page64": {"page_tokens": 64},
     "one_step": {"step_tokens": 4096, "prefix_cache": False},
-    "tight": {"cache_tokens": 144, "step_tokens": 40},
-    "tight_no_prefix": {"cache_tokens": 144, "step_tokens": 40, "prefix_cache": False},
-    "tight_page32": {"cache_tokens": 144, "page_tokens": 32, "step_tokens": 33},
+    "tight": {"cache_tokens": 128, "step_tokens": 40},
+    "tight_no_prefix": {"cache_tokens": 128, "step_tokens": 40, "prefix_cache": False},
+    "tight_page32": {"cache_tokens": 128, "page_tokens": 32, "step_tokens": 33},
 }
 
 
-@pytest.mark.parametrize("poison", [False, True], ids=["plain", "poisoned"])
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_b03_b04_schedules_agree(trial: Any, options: dict[str, Any], poison: bool) -> None:
-    prompts = trial.prompts(1, 2, 33, 100, 17, 64)
-    sampling = Sampling(max_tokens=40, temperature=0.7, seed=3)
+def test_b03_b04_schedules_agree(trial: Any, options: dict[str, Any]) -> None:
+    prompts = trial.prompts(1, 2, 33, 90, 17, 64)
+    sampling = Sampling(max_tokens=30, temperature=0.7, seed=3)
     expected = [out.ids for out in trial.engine().generate(prompts, sampling)]
-    engine = trial.engine(poison=poison, **options)
+    engine = trial.engine(**{"poison": True, **options})
     compared = 0
     for _ in range(2):
         outs = engine.generate(prompts, sampling)
         assert [out.ids for out in outs] == expected
         compared += trial.check(prompts, outs, 0.7)
-    assert compared == 480
-    assert engine.stats.steps and engine.stats.tokens_sampled == 480
+    assert compared == 360
+    assert engine.stats.steps and engine.stats.tokens_sampled == 360
     if "cache_tokens" in options:
         assert engine.stats.preemptions > 0
 

@@ -154,6 +154,23 @@ def test_a_row_listed_twice_counts_twice_and_backward(check_gradients) -> None:
     )
 
 
+def test_absent_rows_hold_nothing_and_backward(same_bits) -> None:
+    """NaN in memory that no list names, row 0 included: no bit of the output, and no gradient, notices."""
+    q, clean = torch.randn(5, 2, 24).requires_grad_(), torch.randn(90, 24)
+    index_TN = lists(5, 64, 60)
+    index_TN[index_TN == 0] = -1
+    index_TN[:, 32] = index_TN[:, 32].clamp_min(1)
+    dirty = clean.clone()
+    dirty[0], dirty[60:] = math.nan, math.nan
+    outs, grads = [], []
+    for rows in (clean.requires_grad_(), dirty.requires_grad_()):
+        outs.append(attend_latent(q, rows, index_TN, scale=SCALE))
+        grads.append(torch.autograd.grad(outs[-1].sum(), (q, rows)))
+    assert same_bits(outs[1].detach(), outs[0].detach(), "absent rows") > 0
+    assert same_bits(grads[1], grads[0], "gradients") > 0
+    assert bool((grads[1][1][0] == 0).all() and (grads[1][1][60:] == 0).all())
+
+
 def test_no_tokens() -> None:
     out = attend_latent(
         torch.zeros(0, 2, 8), torch.zeros(3, 8), torch.zeros(0, 64, dtype=torch.int64), scale=1.0

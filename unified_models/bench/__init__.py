@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from unified_models.bench.cases import Case, Cases, Size
 from unified_models.bench.clock import in_turn
 from unified_models.bench.conditions import conditions
-from unified_models.bench.jobs import Job, memory_jobs, roomy
+from unified_models.bench.jobs import Job, memory_jobs, whole_job
 from unified_models.bench.report import JobTimes, Result, Speed
 from unified_models.checkpoint import load
 from unified_models.tiny import make_tiny
@@ -29,7 +29,7 @@ def run(
         make_tiny(name, path, seed=seed)
         model = load(path, numerics=numerics)
     told = conditions(name, model, command)
-    first, others = roomy(model, size, seed), memory_jobs(model, size, seed)
+    first, others = whole_job(model, size, seed), memory_jobs(model, size, seed)
     gate = sum((job.check(model, seed) for job in (first, *others)), Comparison(0, 0))
     if gate.unequal or not gate.compared:
         return Result(name, told, gate)

@@ -53,28 +53,28 @@ class Job:
         return bits([out.logprobs for out in outs], again)
 
 
-def roomy(model: LanguageModel, size: Size, seed: int) -> Job:
+def whole_job(model: LanguageModel, size: Size, seed: int) -> Job:
     """The job whose overhead is reported."""
     prompts = make_prompts(model, size.requests, PROMPT, seed)
     return Job(f"{size.requests} requests of {size.tokens} tokens", prompts, size.tokens)
 
 
 def memory_jobs(model: LanguageModel, size: Size, seed: int) -> list[Job]:
-    """Pairs with and without the prefix cache: memory for half of the requests, and one long beginning for all."""
+    """With and without the prefix cache: prompts that begin alike, and too little memory for what they grow to.
+
+    Half of the sampled tokens lie beyond `length`, where a page of the longest kind of entry is full: all requests are
+    let in, some must give way.
+    """
     few = max(2, size.requests // 2)
-    prompts = make_prompts(model, few, PROMPT, seed)
     before, *alike = make_prompts(model, few + 1, size.length + PROMPT, seed, shared=size.length)
-    half = max(few * (PROMPT + size.tokens) // 2, PROMPT + size.tokens)
-    return [
-        job
-        for cache, tail in ((True, "prefix cache"), (False, "no prefix cache"))
-        for job in (
-            Job(
-                f"{few} requests, memory for half, {tail}",
-                prompts,
-                size.tokens,
-                {"cache_tokens": half, "prefix_cache": cache},
-            ),
-            Job(f"{few} prompts begin alike, {tail}", alike, 4, {"prefix_cache": cache}, before),
-        )
-    ]
+    tokens = max(PROMPT, size.tokens // 4)
+    prompts = make_prompts(model, few, max(1, size.length - tokens // 2), seed)
+    little = few * size.length * 5 // 4
+    jobs = []
+    for cache, name in ((True, "prefix cache"), (False, "none")):
+        options = {"prefix_cache": cache}
+        jobs += [
+            Job(f"shared prefix, {name}", alike, PROMPT, options, before),
+            Job(f"little memory, {name}", prompts, tokens, options | {"cache_tokens": little}),
+        ]
+    return jobs

@@ -25,7 +25,7 @@ class Speed:
         """Tokens a second in each round."""
         return [self.tokens / s for s in self.seconds]
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The median, the extremes, and every round."""
         rates = self.rates
         return {
@@ -50,7 +50,7 @@ class JobTimes:
         """Median over the rounds."""
         return median(ran.overhead for ran in self.rans)
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Times of all rounds, counts of the last."""
         stats = self.rans[-1].stats
         return {
@@ -95,7 +95,7 @@ class Result:
         one, many = self.decode
         return median(b / a for a, b in zip(one.rates, many.rates, strict=True))
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Everything, rounds included."""
         found: dict[str, Any] = {
             "architecture": self.name,
@@ -105,8 +105,8 @@ class Result:
         if self.ok:
             found["decode_ratio"] = self.decode_ratio
             found["engine_overhead"] = self.jobs[0].overhead
-            found["speeds"] = {speed.name: speed.to_json() for speed in (*self.decode, *self.packs)}
-            found["jobs"] = {job.name: job.to_json() for job in self.jobs}
+            found["speeds"] = {speed.name: speed.as_dict() for speed in (*self.decode, *self.packs)}
+            found["jobs"] = {job.name: job.as_dict() for job in self.jobs}
         return found
 
     def table(self) -> Group:
@@ -135,12 +135,14 @@ class Result:
         return table
 
     def _jobs(self) -> Table:
-        table = Table(title=f"{self.name}: whole jobs of the engine")
-        for header in ("", "seconds", "steps", "tokens run", "run again", "preempted", "found"):
+        table = Table(
+            title=f"{self.name}: whole jobs of the engine; tokens run, run again, found in memory"
+        )
+        for header in ("", "seconds", "steps", "run", "again", "found", "preempted"):
             table.add_column(header, justify="right" if header else "left")
         for job in self.jobs:
-            found = job.to_json()
-            counts = ("steps", "tokens_run", "tokens_recomputed", "preemptions", "prefix_hits")
+            found = job.as_dict()
+            counts = ("steps", "tokens_run", "tokens_recomputed", "prefix_hits", "preemptions")
             table.add_row(job.name, f"{found['seconds']:.2f}", *(str(found[key]) for key in counts))
         return table
 

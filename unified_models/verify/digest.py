@@ -31,7 +31,8 @@ def digest(rows: Sequence[Tensor]) -> Tensor:
     total = torch.zeros(len(rows[0]), dtype=torch.int64)
     column = 0
     for tensor in rows:
-        lanes = patterns(tensor).cpu().reshape(len(tensor), -1)
+        lanes = patterns(tensor).cpu()
+        lanes = lanes.flatten(1) if lanes.dim() > 1 else lanes[:, None]
         end = column + lanes.shape[1]
         total += (lanes.long() * odd_numbers(end)[column:]).sum(-1)
         column = end

@@ -6,13 +6,13 @@ from torch.nn import functional as F
 
 BLOCK = 64
 LANES = 16
-CHUNK_BYTES = 1 << 25
+CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
 
 def token_chunks(q_THD: Tensor, index_TN: Tensor) -> list[slice]:
     """Slices of tokens that bound the gathered rows; a chunk changes no bit."""
     (T, heads, dim), columns = q_THD.shape, index_TN.shape[1]
-    size = max(1, CHUNK_BYTES // (4 * (BLOCK * dim + heads * (columns + dim))))
+    size = max(1, CHUNK_BYTES // (4 * (columns * dim + heads * (columns + dim))))
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
@@ -25,19 +25,19 @@ def filled(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 64 else x
 
 
-def gather(rows_RD: Tensor, index: Tensor) -> Tensor:
-    """float32 rows [T, 64, D'], filled; zero where there is none, whatever the memory holds."""
-    return filled(rows_RD[index.clamp_min(0)].masked_fill((index < 0)[..., None], 0.0))
+def ending_in_zero(rows_RD: Tensor) -> Tensor:
+    """The rows, filled, and one row of zeros after them: what index -1 reads, whatever the memory holds."""
+    return F.pad(rows_RD.float(), (0, -rows_RD.shape[-1] % LANES, 0, 1))
 
 
-def scores(q_THD: Tensor, rows_RD: Tensor, index_TN: Tensor, scale: float) -> Tensor:
-    """Scaled scores [T, H, N]; -inf where there is no row."""
-    out = q_THD.new_empty(*q_THD.shape[:2], index_TN.shape[1])
-    for b in range(0, index_TN.shape[1], BLOCK):
-        part = slice(b, b + BLOCK)
-        out[..., part] = (
-            torch.bmm(q_THD, gather(rows_RD, index_TN[:, part]).transpose(1, 2)) * scale
-        )
+def blocks(index_TN: Tensor) -> list[slice]:
+    """The places of each block of a list, in order."""
+    return [slice(b, b + BLOCK) for b in range(0, index_TN.shape[1], BLOCK)]
+
+
+def scores(q_THD: Tensor, keys: list[Tensor], index_TN: Tensor, scale: float) -> Tensor:
+    """Scaled scores [T, H, N] of the gathered blocks; -inf where there is no row."""
+    out = torch.cat([torch.bmm(q_THD, rows.transpose(1, 2)) for rows in keys], -1) * scale
     return out.masked_fill_((index_TN < 0)[:, None], -torch.inf)
 
 
@@ -59,15 +59,15 @@ def forward(
     q_THD: Tensor, rows_RD: Tensor, index_TN: Tensor, sinks_H: Tensor | None, scale: float
 ) -> Tensor:
     """float32 [T, H, D]."""
-    D, q_THD = q_THD.shape[-1], filled(q_THD)
+    D, q_THD, rows = q_THD.shape[-1], filled(q_THD), ending_in_zero(rows_RD)
     out = torch.zeros_like(q_THD)
     for chunk in token_chunks(q_THD, index_TN):
         index = index_TN[chunk]
-        e_THN, total_TH, _ = weights(scores(q_THD[chunk], rows_RD, index, scale), sinks_H)
+        keys = [rows[index[:, part]] for part in blocks(index)]
+        e_THN, total_TH, _ = weights(scores(q_THD[chunk], keys, index, scale), sinks_H)
         acc = torch.zeros_like(q_THD[chunk])
-        for b in range(0, index.shape[1], BLOCK):
-            part = slice(b, b + BLOCK)
-            acc = acc + torch.bmm(e_THN[..., part].contiguous(), gather(rows_RD, index[:, part]))
+        for part, values in zip(blocks(index), keys, strict=True):
+            acc = acc + torch.bmm(e_THN[..., part].contiguous(), values)
         out[chunk] = acc / total_TH[..., None]
     return out[..., :D]
 
@@ -86,21 +86,19 @@ def backward(
     dr_n = sum over tokens and heads of p_n do + scale ds_n q; dsink = -p_sink delta.
     """
     q_THD, dout_THD = filled(q_THD), filled(dout_THD)
-    D, dq = rows_RD.shape[-1], torch.zeros_like(q_THD)
+    D, dq, rows = rows_RD.shape[-1], torch.zeros_like(q_THD), ending_in_zero(rows_RD)
     drows = torch.zeros(rows_RD.shape, dtype=torch.float32, device=q_THD.device)
     dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)
     for chunk in token_chunks(q_THD, index_TN):
         index, q, dout = index_TN[chunk], q_THD[chunk], dout_THD[chunk]
-        e_THN, total_TH, sink_TH = weights(scores(q, rows_RD, index, scale), sinks_H)
+        keys = [rows[index[:, part]] for part in blocks(index)]
+        e_THN, total_TH, sink_TH = weights(scores(q, keys, index, scale), sinks_H)
         p_THN = e_THN / total_TH[..., None]
-        parts = [slice(b, b + BLOCK) for b in range(0, index.shape[1], BLOCK)]
-        dp_THN = torch.cat(
-            [torch.bmm(dout, gather(rows_RD, index[:, n]).transpose(1, 2)) for n in parts], -1
-        )
+        dp_THN = torch.cat([torch.bmm(dout, values.transpose(1, 2)) for values in keys], -1)
         delta_TH = (p_THN * dp_THN).sum(-1)
         ds_THN = p_THN * (dp_THN - delta_TH[..., None]) * scale
-        for n in parts:
-            dq[chunk] += torch.bmm(ds_THN[..., n], gather(rows_RD, index[:, n]))
+        for n, values in zip(blocks(index), keys, strict=True):
+            dq[chunk] += torch.bmm(ds_THN[..., n], values)
             dr = torch.bmm(p_THN[..., n].transpose(1, 2), dout) + torch.bmm(
                 ds_THN[..., n].transpose(1, 2), q
             )

@@ -4,28 +4,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unified_models.ops.attend_latent.cpu import filled, gather
+from unified_models.ops.attend_latent.cpu import BLOCK, blocks, ending_in_zero, filled
 from unified_models.ops.choose import NEVER, ordered_bits
 from unified_models.ops.operator import operator
 
-BLOCK = 64
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
 
 def scores(q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, index_TN: Tensor) -> Tensor:
-    """sum_j weights[j] * relu(q[j] . row), float32 [T, N], for the rows that index_TN names (-1: zero).
+    """sum_j weights[j] * relu(q[j] . row), float32 [T, N], for the rows that index_TN names (-1: a row of zeros).
 
     Entries in blocks of 64, one product [J, I] x [I, 64] a token and block; heads are summed by torch over J
     contiguous values.
     """
-    T, N = index_TN.shape
-    out, q_TJI = q_TJI.new_empty(T, N), filled(q_TJI)
-    if len(rows_RI) == 0:
-        return out.zero_()
-    for b in range(0, N, BLOCK):
-        keys = gather(rows_RI, index_TN[:, b : b + BLOCK])
+    return _scores(filled(q_TJI), weights_TJ, ending_in_zero(rows_RI), index_TN)
+
+
+def _scores(q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, index_TN: Tensor) -> Tensor:
+    out = q_TJI.new_empty(index_TN.shape)
+    for part in blocks(index_TN):
+        keys = rows_RI[index_TN[:, part]]
         dots = torch.bmm(q_TJI, keys.transpose(1, 2)).relu_() * weights_TJ[..., None]
-        out[:, b : b + BLOCK] = dots.transpose(1, 2).contiguous().sum(-1)
+        out[:, part] = dots.transpose(1, 2).contiguous().sum(-1)
     return out
 
 
@@ -55,6 +55,7 @@ def select(
     picks_TK = count_T.new_full((T, k), -1)
     if most == 0:
         return picks_TK
+    rows_RI = ending_in_zero(rows_RI)
     columns = torch.arange(-(-most // BLOCK) * BLOCK, device=count_T.device)
     chunk = max(1, CHUNK_BYTES // (4 * BLOCK * max(index_dim, J) + 24 * len(columns)))
     with torch.no_grad():
@@ -62,6 +63,6 @@ def select(
             part = slice(t, t + chunk)
             seen = columns < count_T[part, None]
             index = torch.where(seen, base_T[part, None] + columns, -1)
-            part_scores = scores(q_TJI[part], weights_TJ[part], rows_RI, index)
+            part_scores = _scores(filled(q_TJI[part]), weights_TJ[part], rows_RI, index)
             picks_TK[part] = top(part_scores, count_T[part], k)
     return picks_TK
