@@ -12,7 +12,8 @@ from unified_models.context.slots import Entries
 from unified_models.context.step import Step
 from unified_models.engine import Stats
 from unified_models.model import LanguageModel
-from unified_models.ops.select import BLOCK, scores
+from unified_models.ops.attend_latent.cpu import BLOCK
+from unified_models.ops.select import scores
 
 TIE_ROWS = 64  # of one `select`; its scores are computed once more to see ties
 

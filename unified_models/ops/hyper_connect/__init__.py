@@ -1,26 +1,18 @@
 """Manifold-constrained hyper-connections (DeepSeek-V4, 2.2): X residual streams, mixed doubly stochastically."""
 
-import functools
-import operator as plain
-
 import torch
 from torch import Tensor
 
 from unified_models.ops.activation import sigmoid
+from unified_models.ops.hyper_connect.sinkhorn import ordered_sum, sinkhorn
 from unified_models.ops.operator import operator
-
-
-def ordered_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension as written adds, first to last."""
-    return functools.reduce(plain.add, x.unbind(dim))
 
 
 @operator
 def hyper_normalize(projected_TC: Tensor, streams_TXM: Tensor, eps: float) -> Tensor:
     """The projection of the flattened streams, divided by their root mean square; float32."""
-    flat = (
-        streams_TXM.flatten(1).float().contiguous()
-    )  # a mean over strided memory sums in another order
+    # A mean over strided memory would sum in another order.
+    flat = streams_TXM.flatten(1).float().contiguous()
     return projected_TC * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
@@ -41,17 +33,6 @@ def hyper_maps(
     return pre_TX, post_TX, comb_TXX
 
 
-def sinkhorn(logits_TXX: Tensor, iterations: int, eps: float) -> Tensor:
-    """A matrix with unit column sums and nearly unit row sums; float32."""
-    e = torch.exp(logits_TXX - logits_TXX.amax(-1, keepdim=True).detach())
-    b = e / ordered_sum(e, -1)[..., None] + eps
-    b = b / (ordered_sum(b, -2)[..., None, :] + eps)
-    for _ in range(iterations - 1):
-        b = b / (ordered_sum(b, -1)[..., None] + eps)
-        b = b / (ordered_sum(b, -2)[..., None, :] + eps)
-    return b
-
-
 @operator
 def hyper_collapse(streams_TXM: Tensor, pre_TX: Tensor) -> Tensor:
     """sum_i pre_i X_i over the streams, first to last, float32; rounded once to the streams' dtype."""
@@ -66,3 +47,6 @@ def hyper_expand(out_TM: Tensor, streams_TXM: Tensor, post_TX: Tensor, comb_TXX:
     for i, stream_TM in enumerate(streams_TXM.float().unbind(1)):
         mixed = mixed + stream_TM[:, None] * comb_TXX[:, i, :, None]
     return mixed.to(streams_TXM.dtype)
+
+
+__all__ = ["hyper_collapse", "hyper_expand", "hyper_maps", "hyper_normalize", "sinkhorn"]
