@@ -14,6 +14,7 @@ from unified_models.formats.rounding import (
     ceil_power_of_two,
     exponent_value,
     fp8_scale_bytes,
+    fp8_scales,
     to_e4m3,
 )
 
@@ -123,3 +124,11 @@ def test_e4m3_saturates_and_keeps_nan() -> None:
     codes = to_e4m3(torch.tensor([449.0, 1e9, float("inf"), -1e9, -float("inf")]))
     assert codes.float().tolist() == [448, 448, 448, -448, -448]
     assert to_e4m3(torch.tensor([float("nan")])).float().isnan().all()
+
+
+def test_fp8_scales_are_the_bytes_values_C07() -> None:
+    """Every exponent's neighbourhood: the short way gives the value of the byte, bit for bit."""
+    amax = torch.cat([torch.tensor(AWKWARD, dtype=torch.float32), torch.rand(10_000) * 1000])
+    got, want = fp8_scales(amax), exponent_value(fp8_scale_bytes(amax))
+    assert got.numel() > 10_000
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unified_models.formats.rounding import exponent_value, fp8_scale_bytes, to_e4m3
+from unified_models.formats.rounding import fp8_scales, to_e4m3
 
 GROUP = 128
 
@@ -14,9 +14,11 @@ def quantize_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
     scale = 2^ceil(log2(max(amax, 1e-10) / 448)); the value that a linear sees is code * scale.
     """
-    x_TK = F.pad(x_TK.float(), (0, -x_TK.shape[-1] % GROUP))
+    x_TK = x_TK.float()
+    if x_TK.shape[-1] % GROUP:
+        x_TK = F.pad(x_TK, (0, -x_TK.shape[-1] % GROUP))
     groups = x_TK.unflatten(-1, (-1, GROUP))
-    scales = exponent_value(fp8_scale_bytes(groups.abs().amax(-1)))
+    scales = fp8_scales(groups.abs().amax(-1))
     codes = to_e4m3(groups / scales[..., None]).float()
     return codes.flatten(-2), scales
 

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from unified_models.autograd import apply
 from unified_models.formats.activations import RoundTrip
-from unified_models.formats.rounding import exponent_value, fp8_scale_bytes, to_e4m3
+from unified_models.formats.rounding import (
+    exponent_value,
+    fp8_scale_bytes,
+    fp8_scales,
+    to_e4m3,
+)
 
 
 class Record(Protocol):
@@ -101,7 +106,7 @@ class VectorFP8:
 
     def encode(self, rows: Tensor) -> Tensor:
         values = rows.to(torch.bfloat16).float()
-        scales = exponent_value(fp8_scale_bytes(values.abs().amax(-1, keepdim=True)))
+        scales = fp8_scales(values.abs().amax(-1))[..., None]
         codes = to_e4m3(values / scales)
         return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), -1)
 

@@ -25,7 +25,7 @@ def tiled_mm(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     if T == 0:
         return x_TK.new_empty(0, N)
     tiles = -(-T // TILE)
-    rows = F.pad(x_TK, (0, 0, 0, tiles * TILE - T)).contiguous()
+    rows = F.pad(x_TK, (0, 0, 0, -T % TILE)) if T % TILE else x_TK.contiguous()
     if rows.data_ptr() % 64:
         rows = rows.clone()
     return torch.bmm(rows.view(tiles, TILE, K), w_NK.t().expand(tiles, K, N)).view(tiles * TILE, N)[
