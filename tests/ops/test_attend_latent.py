@@ -90,6 +90,25 @@ def test_place_of_rows_and_empty_blocks_change_no_bit(same_bits) -> None:
     assert count == 2 * want.numel() > 0
 
 
+def test_blocks_are_added_in_list_order(same_bits) -> None:
+    """The written order, head by head and block by block, with the sink last in the denominator."""
+    q, rows, sinks = torch.randn(5, 3, 32), torch.randn(200, 32), torch.randn(3)
+    index_TN = lists(5, 192, 200)
+    got = attend_latent(q, rows, index_TN, scale=SCALE, sinks_H=sinks)
+    for t in range(5):
+        blocks = index_TN[t].split(64)
+        keys = [rows[b.clamp_min(0)].masked_fill((b < 0)[:, None], 0.0) for b in blocks]
+        parts = [q[t] @ k.T * SCALE for k in keys]
+        parts = [s.masked_fill(b < 0, -math.inf) for s, b in zip(parts, blocks, strict=True)]
+        top = torch.stack([s.amax(-1) for s in parts]).amax(0)
+        total, acc = torch.zeros(3), torch.zeros(3, 32)
+        for s, k in zip(parts, keys, strict=True):
+            e = torch.exp(s - top[:, None])
+            total, acc = total + e.sum(-1), acc + e @ k
+        want = acc / (total + torch.exp(sinks - top))[:, None]
+        assert same_bits(got[t], want, f"token {t}") == 96
+
+
 def test_chunks_of_tokens_change_no_bit(same_bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are taken in chunks that bound memory: forward and backward keep their bits, rows' sums their order."""
     q, rows = torch.randn(13, 3, 24), torch.randn(100, 24)

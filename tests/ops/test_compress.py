@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from unified_models import ops
 from unified_models.ops import Rope
 from unified_models.ops.compress import compress
 from unified_models.ops.compress.reference import pool
@@ -83,6 +84,20 @@ def test_windows_keep_their_bits(check_rows, stride: int, span: int, dim: int) -
         torch.arange(150) * stride,
     )
     assert count > 0
+
+
+def test_order_of_a_window(same_bits) -> None:
+    """The written order: the quotient first, then the sum over the window's contiguous values, channel by channel."""
+    open_RC, norm = torch.randn(32, 24), torch.randn(12)
+    args = {"dim": 12, "norm": norm, "eps": EPS, "rope_": ROPE}
+    got = compress(open_RC, torch.arange(32)[None], positions_U=torch.tensor([96]), **args)
+    entry = torch.empty(12)
+    for d in range(12):
+        values, gates = open_RC[:, d].contiguous(), open_RC[:, 12 + d].contiguous()
+        e = torch.exp(gates - gates.max())
+        entry[d] = (e / e.sum() * values).sum()
+    want = ops.rope(ops.rms_norm(entry[None], norm, EPS), torch.tensor([96]), ROPE)
+    assert same_bits(got, want, "one window") == 12
 
 
 def test_absent_rows_hold_nothing_and_backward(same_bits) -> None:
