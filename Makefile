@@ -2,7 +2,7 @@
 VENV ?= .venv
 export PYTHON TORCH
 # One thread a process: the tests run side by side, and OpenMP threads on busy cores spin.
-ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 JOBS ?= 2
 PYTEST_ARGS ?=
 

@@ -1,6 +1,7 @@
 """The command line: arguments in, tables or JSON out. Everything heavy is imported inside the command that needs it."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,7 @@ def start(
 def demo(
     architecture: Architectures = None,
     samples: Annotated[int, typer.Option(help="Rollouts of each prompt.")] = 4,
-    tokens: Annotated[int, typer.Option(help="Sampled in the longest rollout.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Sampled in the longest rollout.")] = 24,
     updates: Annotated[int, typer.Option(help="Policy-gradient updates.")] = 2,
     lr: Annotated[float, typer.Option(help="Of AdamW, on float32 masters.")] = 3e-3,
     numerics: Numerics = "deployed",
@@ -90,23 +91,18 @@ def demo(
     from tempfile import TemporaryDirectory
 
     import torch
-    from rich.live import Live
 
     from unified_models import registry
-    from unified_models.demo import Demo, Settings, run
+    from unified_models.demo import Demo, Settings, opening, run
 
     torch.set_num_threads(threads)
     console, ok = Console(), True
     settings = Settings(samples, tokens, updates, lr, seed, numerics)
     for name in architecture or registry.architectures():
-        shown = Demo(name)
-        with (
-            TemporaryDirectory() as folder,
-            Live(shown.table(), console=console, auto_refresh=False) as live,
-        ):
-            for row in run(name, Path(folder) / name, settings):
-                shown.rows.append(row)
-                live.update(shown.table(), refresh=True)
+        console.print(opening(name, settings), highlight=False)
+        with TemporaryDirectory() as folder:
+            shown = Demo(name, list(run(name, Path(folder) / name, settings)))
+        console.print(shown.table())
         console.print(shown.story(), highlight=False)
         ok = ok and shown.ok
     if not ok:
@@ -359,4 +355,7 @@ def _write(file: Path | None, text: str) -> None:
 
 def main() -> None:
     """The console script."""
+    # Idle OpenMP threads that spin take their core from the others: up to ten times slower on a busy machine. libgomp
+    # reads this when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="unified-models")

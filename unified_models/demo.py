@@ -32,7 +32,7 @@ class Settings:
     lengths, so that the batch shrinks to one. lr: of AdamW, on float32 masters."""
 
     samples: int = 4
-    tokens: int = 32
+    tokens: int = 24
     updates: int = 2
     lr: float = 3e-3
     seed: int = 0
@@ -74,9 +74,7 @@ class Demo:
 
     def table(self) -> Table:
         """One row a rollout."""
-        table = Table(
-            title=f"{self.name}: logprobs of the rollout against those of the training forward"
-        )
+        table = Table(title=f"{self.name}: logprobs of rollout and training forward")
         for header in ("weights", "tokens", "unequal", "plain: unequal", "plain: apart", "reward"):
             table.add_column(header, justify="right")
         for row in self.rows:
@@ -96,15 +94,24 @@ class Demo:
         exact = sum((row.exact for row in self.rows), Comparison(0, 0))
         plain = sum((row.plain for row in self.rows), Comparison(0, 0))
         apart = max(row.apart for row in self.rows)
+        ratio = f"{math.exp(apart):.3g}"
+        ratio = f", an importance ratio of {ratio} instead of 1" if ratio != "1" else ""
         first, last = self.rows[0].reward, self.rows[-1].reward
         return (
-            f"The engine sampled {exact.compared} tokens under {len(self.rows)} versions of the weights; of their "
-            f"float32 logprobs, {exact.unequal} have other bits in the training forward, which is the one that was "
-            f"differentiated. The same model file under plain batch-shaped torch operators disagrees with itself on "
-            f"{plain.unequal} of {plain.compared}, by up to {apart:.2g} nats: an importance ratio of up to "
-            f"{math.exp(apart):.3g} where it is 1 by definition. The reward (share of even tokens) went from "
-            f"{first:.3f} to {last:.3f} in {len(self.rows) - 1} updates."
+            f"The engine sampled {exact.compared} tokens under {len(self.rows)} versions of the weights; in the "
+            f"training forward, the one that is differentiated, {exact.unequal} of their logprobs have other bits. "
+            f"The same model file under plain torch operators, whose sums follow the shape of the batch, disagrees "
+            f"with itself on {plain.unequal} of {plain.compared}, by up to {apart:.2g} nats{ratio}. The reward (share "
+            f"of even tokens) went from {first:.3f} to {last:.3f} in {len(self.rows) - 1} updates."
         )
+
+
+def opening(name: str, settings: Settings) -> str:
+    """What is about to happen."""
+    return (
+        f"{name}: a tiny random model, {settings.samples * len(PROMPT_LENGTHS)} rollouts of up to {settings.tokens} "
+        f"tokens, {settings.updates} policy-gradient updates; about half a minute ..."
+    )
 
 
 def run(name: str, folder: str | Path, settings: Settings) -> Iterator[Row]:

@@ -213,5 +213,11 @@ def test_without_a_master() -> None:
     assert not w().value.requires_grad
     with pytest.raises(RuntimeError, match="holds packed bytes only"):
         w.commit()
+    ctx = LocalContext(Step.of([1]))
+    ctx.read(w)
+    before = w.version
     w.assign(torch.ones(4, 4))
     assert torch.equal(w().value, torch.ones(4, 4))
+    assert w.version != before
+    with pytest.raises(RuntimeError, match="the master changed within one step"):
+        ctx.read(w)

@@ -66,6 +66,16 @@ def test_released_layers() -> None:
     assert cfg.rope(4) == cfg.rope(128)
 
 
+def test_rope_without_scaling() -> None:
+    """The base still depends on the layer kind; nothing is stretched."""
+    cfg = Config.tiny(rope_scaling={})
+    assert [(cfg.rope(r).theta, cfg.rope(r).factor) for r in (0, 4, 128)] == [
+        (1e4, None),
+        (1.6e5, None),
+        (1.6e5, None),
+    ]
+
+
 def test_both_forms_are_one_configuration() -> None:
     official, other = Config.from_json(TINY), Config.from_json(NORMALISED)
     assert without_drafts(official) == without_drafts(other)

@@ -126,7 +126,7 @@ def test_chunks_of_tokens_change_no_bit(same_bits, monkeypatch: pytest.MonkeyPat
 def test_token_chunks_bound_the_gathered_bytes() -> None:
     chunks = cpu.token_chunks(torch.empty(1000, 64, 512), torch.empty(1000, 640))
     size = chunks[0].stop
-    assert 4 * size * (64 * 512 + 64 * (640 + 512)) <= cpu.CHUNK_BYTES
+    assert 4 * size * (640 * 512 + 64 * (640 + 512)) <= cpu.CHUNK_BYTES
     assert [c.start for c in chunks] == list(range(0, 1000, size))
     assert chunks[-1].stop == 1000
 

@@ -1,5 +1,6 @@
 """Small checkpoints, and a toy whose logits are written by hand."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 
 import unified_models as um
 from unified_models.context import Weight
+from unified_models.context.local import LocalContext
 from unified_models.model import LanguageModel
+from unified_models.ops.operator import operator
+from unified_models.verify.trace import one_ulp
 
 MICRO: dict[str, Any] = {
     "hidden_size": 64,
@@ -26,6 +30,11 @@ MICRO: dict[str, Any] = {
     "expert_dtype": None,
 }
 """DeepSeek-V4 with every part, for float32 only: its widths are no multiples of the quantised blocks."""
+
+
+@pytest.fixture(scope="session")
+def micro_sizes() -> dict[str, Any]:
+    return MICRO
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +73,28 @@ def draw() -> Any:
     """draw(3, 5): random token ids, a list of each length."""
     random = Random(0)
     return lambda *lengths: [[random.randrange(512) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """faulty("moe", 7): that operator gives token 7 other bits, by one unit in the last place, whenever it is not
+    alone in its step."""
+
+    def make(name: str, token: int) -> None:
+        honest = getattr(LocalContext, name)
+
+        def wrong(self: LocalContext, *args: Any, **options: Any) -> Any:
+            out = honest(self, *args, **options)
+            rows = (self.positions_T == token) & (len(self.positions_T) > 1)
+            if rows.any():
+                out = out.clone()
+                out[rows] = one_ulp(out[rows])
+            return out
+
+        wrong.__name__ = name  # under which it is seen
+        monkeypatch.setattr(LocalContext, name, operator(wrong))
+
+    return make
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
 """The finder of the first difference: digests, program order, module paths, and the operator and token it names."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from unified_models.context.local import LocalContext
 from unified_models.context.step import Step
-from unified_models.ops.operator import operator
 from unified_models.training import logprobs
 from unified_models.verify import Fault, Trace, UnequalError, control, locate, recording
 from unified_models.verify.digest import digest
@@ -114,32 +111,11 @@ def test_nothing_in_common_is_an_error(micro: Any, draw: Any) -> None:
         compare(a, a, sequences=[7])
 
 
-@contextmanager
-def batch_dependent(monkeypatch: pytest.MonkeyPatch, name: str, token: int) -> Iterator[None]:
-    """An operator whose row `token` has other bits when it is not alone in its step."""
-    honest = getattr(LocalContext, name)
-
-    def faulty(self: LocalContext, *args: Any, **options: Any) -> Any:
-        out = honest(self, *args, **options)
-        rows = (self.positions_T == token) & (len(self.positions_T) > 1)
-        if rows.any():
-            out = out.clone()
-            out[rows] = one_ulp(out[rows])
-        return out
-
-    faulty.__name__ = name  # under which it is seen
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalContext, name, operator(faulty))
-        yield
-
-
-def test_locate_names_the_operator_and_the_token(
-    micro: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locate_names_the_operator_and_the_token(micro: Any, draw: Any, faulty: Any) -> None:
     sequences = draw(9, 40, 23)
     assert locate(trained(micro, sequences), scored(micro, sequences)) is None
-    with batch_dependent(monkeypatch, "attend_latent", 21):
-        found = locate(trained(micro, sequences), scored(micro, sequences, step_tokens=1))
+    faulty("attend_latent", 21)
+    found = locate(trained(micro, sequences), scored(micro, sequences, step_tokens=1))
     assert found is not None
     assert found.call == Call("blocks.0.attention", "attend_latent")
     assert found.place == (1, 21)

@@ -14,7 +14,7 @@ from unified_models.context.interface import Experts, Pool
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Rows
 from unified_models.formats.activations import dequantized_rows
-from unified_models.weight import Weight
+from unified_models.weight import Reading, Weight
 
 
 class PlainContext(LocalContext):
@@ -26,14 +26,14 @@ class PlainContext(LocalContext):
 
     def _linear(self, x: Tensor, weight: Weight, dtype: torch.dtype | None) -> Tensor:
         reading = self.read(weight)
-        work = reading.format.activation
+        work = (
+            dtype or reading.format.activation
+        )  # wider operands: torch has no product of bf16 into float32
         x = dequantized_rows(x) if reading.format.quantizes_input else x
-        x, w = x.to(work), reading.value.to(work)
+        x, w = x.to(work), values(reading, work)
         if weight.groups > 1:
-            return torch.einsum("tgk,gnk->tgn", x, w.unflatten(0, (weight.groups, -1))).to(
-                dtype or work
-            )
-        return F.linear(x, w).to(dtype or work)
+            return torch.einsum("tgk,gnk->tgn", x, w.unflatten(0, (weight.groups, -1)))
+        return F.linear(x, w)
 
     def attend_latent(
         self,
@@ -80,7 +80,7 @@ class PlainContext(LocalContext):
         out = torch.zeros_like(x_TM, dtype=torch.float32)
         stacks = [self.read(w) for w in (experts.gate, experts.up, experts.down)]
         work = stacks[0].format.activation
-        gate, up, down = (r.value.to(work) for r in stacks)
+        gate, up, down = (values(r, work) for r in stacks)
         quantize = stacks[0].format.quantizes_input
         for e in range(len(gate)):
             t, k = (ids_TK == e).nonzero(as_tuple=True)
@@ -92,3 +92,24 @@ class PlainContext(LocalContext):
             h = dequantized_rows(h).to(work) if quantize else h
             out = out.index_add(0, t, F.linear(h, down[e]).float() * gates_TK[t, k, None])
         return out.to(x_TM.dtype)
+
+
+def values(reading: Reading, dtype: torch.dtype) -> Tensor:
+    """What a product reads; kept until the next commit where no gradient is asked for."""
+    if torch.is_grad_enabled():
+        return reading.value.to(dtype)
+    kept: Tensor = reading.operand(KEPT[dtype])
+    return kept
+
+
+def in_float32(reading: Reading) -> Tensor:
+    """The dequantised weight."""
+    return reading.dequantized()
+
+
+def in_bfloat16(reading: Reading) -> Tensor:
+    """The dequantised weight; what FP8 and FP4 hold is exact in bfloat16."""
+    return reading.dequantized().to(torch.bfloat16)
+
+
+KEPT = {torch.float32: in_float32, torch.bfloat16: in_bfloat16}

@@ -22,13 +22,14 @@ TIE_ROWS = 64  # of one `select`; its scores are computed once more to see ties
 class Counters:
     """Counts over all runs, the reference included.
 
-    windows_inside, windows_across: windows of compressed entries whose own tokens all came in the step that closed
-    them, or in several. queries_below, queries_above: tokens with fewer, or with more, entries than a query reads.
-    select_ties, choose_ties: choices whose last taken and first left score were equal. experts_N: experts that got
-    exactly N rows in one step.
+    updates: of weights, while requests ran. windows_inside, windows_across: windows of compressed entries whose own
+    tokens all came in the step that closed them, or in several. queries_below, queries_above: tokens with fewer, or
+    with more, entries than a query reads. select_ties, choose_ties: choices whose last taken and first left score
+    were equal. experts_N: experts that got exactly N rows in one step.
     """
 
     preemptions: int = 0
+    updates: int = 0
     prefix_hits: int = 0
     mixed_steps: int = 0
     windows_inside: int = 0
@@ -44,6 +45,7 @@ class Counters:
     def add_stats(self, stats: Stats) -> None:
         """What an engine counted, once it has finished."""
         self.preemptions += stats.preemptions
+        self.updates += stats.updates
         self.prefix_hits += stats.prefix_hits
         self.mixed_steps += stats.mixed_steps
 

@@ -72,7 +72,10 @@ class Report:
     differences: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    machine: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """by numerics: what the bits may depend on"""
+    columns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """by kind: seconds of running it"""
 
     @property
     def total(self) -> Comparison:
@@ -150,7 +153,8 @@ class Report:
             "folder": self.folder,
             "seed": self.seed,
             "seconds": round(self.seconds, 2),
-            "machine": self.machine,
+            "fingerprints": self.fingerprints,
+            "columns": {kind: round(seconds, 2) for kind, seconds in self.columns.items()},
             "compared": total.compared,
             "unequal": total.unequal,
             "wanted": self.wanted,

@@ -1,21 +1,19 @@
 """The verification of a checkpoint: every kind of schedule against the training forward, and the control."""
 
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from unified_models.checkpoint import load
+from unified_models.fingerprint import Fingerprint
 from unified_models.model import LanguageModel
+from unified_models.progress import bar
 from unified_models.training import logprobs
 from unified_models.verify.control import control
 from unified_models.verify.counters import strides, unmet
@@ -55,7 +53,7 @@ def verify_folder(
         raise ValueError(f"nothing to run: numerics {numerics}, threads {threads}, kinds {kinds}")
     if quick:
         threads, tokens = threads[:1], 0
-    report = Report(str(folder), seed, tokens, machine=machine())
+    report = Report(str(folder), seed, tokens)
     began, before = time.perf_counter(), torch.get_num_threads()
     models = {name: load(folder, numerics=name, progress=progress) for name in numerics}
     lengths = sorted(
@@ -67,18 +65,18 @@ def verify_folder(
     benches = [Bench(model, name, report, lengths, seed) for name, model in models.items()]
     steps = len(benches) * (len(kinds) * len(threads) + 1)
     try:
-        with _bar(steps, progress) as advance:
+        with bar("verifying", steps, wanted=progress) as shown:
             turn = 0
             while turn == 0 or report.total.compared < tokens:
                 for bench in benches:
                     for count in threads:
                         for kind in kinds:
-                            advance(f"{bench.numerics}, {count} thread(s), {kind.name}")
                             bench.run(kind, count, turn)
+                            shown.advance(1)
                         turn += 1
             for bench in benches:
-                advance(f"{bench.numerics}, control")
                 bench.control()
+                shown.advance(1)
     finally:
         torch.set_num_threads(before)
     if not quick:
@@ -100,6 +98,7 @@ class Bench:
     notes: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.report.fingerprints[self.numerics] = asdict(Fingerprint.of(self.model))
         self._references: dict[tuple[Any, int, float], list[tuple[list[int], Tensor]]] = {}
 
     def material(self, turn: int) -> Material:
@@ -113,9 +112,10 @@ class Bench:
         """Fill a column of the table."""
         material = self.material(turn)
         torch.set_num_threads(threads)
-        watch = self._watch(kind)
+        watch, began = self._watch(kind), time.perf_counter()
         scored = list(kind.run(material, watch, self._random(kind, turn)))
         watch.finish()
+        self.report.columns[kind.name] += time.perf_counter() - began
         torch.set_num_threads(1)
         bad: Scored | None = None
         for one in scored:
@@ -175,33 +175,3 @@ class Bench:
         found = locate(reference, schedule, [bad.number])
         what = f"{self.numerics}, {kind.name}: "
         return what + (str(found) if found else "no operator differs when the schedule runs again")
-
-
-def machine() -> dict[str, str]:
-    """What bits may depend on; both sides of a comparison print theirs."""
-    return {
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "processor": platform.machine(),
-    }
-
-
-@contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that says what comes next."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
-    ) as bar:
-        task = bar.add_task("verifying", total=total, completed=-1)
-
-        def advance(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        yield advance

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unified_models.checkpoint import named_tensors
 from unified_models.context.local import LocalContext
 from unified_models.engine import Sampling
 from unified_models.training import logprobs
@@ -20,8 +21,8 @@ from unified_models.verify.drive import Cut, drive
 from unified_models.verify.ties import TiesContext
 from unified_models.verify.watch import Watch
 
-BUDGETS = (1, 16, 64, 1000)
-SHORT = 5  # tokens; longer sequences do not run at a budget of 1, but under "one token"
+BUDGETS = {1: 5, 16: 129, 64: 1000, 1000: 1 << 62}
+"""Tokens of a step, and of the longest sequence that runs so; single tokens are the business of "one token"."""
 WHOLE = 129  # tokens of a sequence that runs in as many steps
 PAGE = 128  # tokens; the engine's pages are this long, or a whole number of them is
 TEMPERATURE = 0.7  # of sampled tokens
@@ -111,13 +112,22 @@ def reordered(material: Material, watch: Watch, random: Random) -> Iterator[Scor
 
 
 def chunked(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """Budgets of 1, 16, 64 and 1000 tokens a step. Every sequence runs at one of the larger ones, another each turn."""
-    for b, budget in enumerate(BUDGETS):
-        numbers = [i for i in material.all if (i + material.turn) % (len(BUDGETS) - 1) == b - 1]
-        if budget == 1:
-            numbers = [i for i in material.all if len(material.sequences[i]) <= SHORT]
+    """Budgets of 1, 16, 64 and 1000 tokens a step. Every sequence runs at one of the larger ones, another each turn;
+    what would take too many steps runs at the next."""
+    for budget, most in BUDGETS.items():
+        numbers = [i for i in material.all if len(material.sequences[i]) <= most]
+        if budget > 1:
+            numbers = [i for i in material.all if _budget(material, i) == budget]
         engine = watch.engine(numbers, step_tokens=budget, cache_tokens=4 * material.longest)
         yield from _scored(material, numbers, engine.score(material.of(numbers)))
+
+
+def _budget(material: Material, number: int) -> int:
+    larger = [*BUDGETS][1:]
+    at = (number + material.turn) % len(larger)
+    while len(material.sequences[number]) > BUDGETS[larger[at]]:
+        at += 1
+    return larger[at]
 
 
 def random_cuts(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
@@ -132,7 +142,7 @@ def random_cuts(material: Material, watch: Watch, random: Random) -> Iterator[Sc
 def one_token(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
     """Decoding of given tokens: one chunk, then the last `tail` tokens of each sequence, one in a step. In the first
     turn one sequence has no chunk. Then copies of one sequence, side by side."""
-    tail = random.randrange(12, 24)
+    tail = random.randrange(4, 12)
     whole = [i for i in material.all if len(material.sequences[i]) >= WHOLE][: material.turn == 0]
     numbers = [i for i in material.all if i not in whole]
     yield from _driven(material, watch, numbers, lambda _, left: max(1, left - tail))
@@ -147,10 +157,21 @@ def _driven(material: Material, watch: Watch, numbers: Sequence[int], cut: Cut) 
 
 
 def sampled(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """The engine samples after each sequence; what it reports about its own tokens is compared."""
-    options = {"step_tokens": random.randrange(64, 300), "max_sequences": random.randrange(8, 24)}
-    engine = watch.engine(_prompts(material), cache_tokens=8 * material.longest, **options)
-    yield from _generated(material, engine, SAMPLED)
+    """The engine samples after each sequence; what it reports about its own tokens is compared. Underway all weights
+    are replaced, by equal ones: what runs then is run again."""
+    prompts = _prompts(material)
+    options = {"step_tokens": random.randrange(100, 300), "max_sequences": random.randrange(8, 24)}
+    engine = watch.engine(prompts, cache_tokens=12 * material.longest, **options)
+    sampling = _sampling(material, SAMPLED)
+    requests = [engine.submit(material.sequences[i], sampling, n) for n, i in enumerate(prompts)]
+    for _ in range(random.randrange(2, 5)):
+        engine.step()
+    watch.counters.preemptions -= len(engine.running)  # these do not give way for want of memory
+    engine.update_weights(named_tensors(watch.model))
+    engine.run()
+    for i, request in zip(prompts, requests, strict=True):
+        yield _own(material, i, request.sampled, request.output().logprobs)
+    yield from _unprompted(material)
 
 
 def prefix_cached(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:

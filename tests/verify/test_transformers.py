@@ -1,0 +1,116 @@
+"""Against transformers' own class: three shapes of DeepSeek-V4, and what the comparison refuses."""
+
+import sys
+from io import StringIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import unified_models as um
+from unified_models.verify import Parity, against_transformers
+from unified_models.verify.transformers import (
+    Gradient,
+    Logits,
+    compare_gradients,
+    draw,
+    margins,
+    their_config,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of transformers, about itself
+@pytest.mark.parametrize("shape", ["hca128", "hca8", "micro"])
+def test_logits_and_gradients_agree(
+    tmp_path: Path, shape: str, micro_sizes: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    overrides = {
+        "hca128": {},
+        "hca8": {"compress_ratios": [0, 0, 4, 8, 4, 8, 0]},
+        "micro": micro_sizes,
+    }[shape]
+    um.make_tiny("deepseek_v4", tmp_path / "model", seed=1, **overrides)
+    parity = against_transformers(tmp_path / "model")
+    assert parity.ok, parity.problems()
+    assert [one.length for one in parity.logits] == [1, 5, 80, 300]
+    model = um.load(tmp_path / "model", numerics="float32")
+    trained = [weight for _, weight in model.weights() if not weight.frozen]
+    assert len(parity.gradients) == sum(w.shape[0] if len(w.shape) == 3 else 1 for w in trained)
+    assert all(one.norm > 0 for one in parity.gradients)
+    logits, gradient = parity.worst
+    assert logits < 5e-5
+    assert gradient < 1e-4
+    assert "286 gradients within" in _text(parity)
+
+
+def _text(parity: Parity) -> str:
+    console = Console(width=160, file=StringIO())
+    console.print(parity.table())
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_without_transformers_one_line_says_what_to_install(
+    micro_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"pip install 'unified_models\[transformers\]'"):
+        against_transformers(micro_folder)
+
+
+def test_bounds_can_fail() -> None:
+    parity = Parity("folder", 0, tokens=100, redrawn=6)
+    parity.logits = [Logits(5, 6e-5), Logits(9, 4e-5)]
+    parity.gradients = [Gradient("a", 1.0, 2e-4, 1e-4), Gradient("b", 1.0, 1e-5, 1e-4)]
+    assert parity.problems() == [
+        "logits at length 5: 6.00e-05, bound 5e-05",
+        "gradient of a: 2.00e-04 of 1.00e+00, allowed 1.00e-04",
+        "6 of 100 tokens drawn again, at most 5% allowed",
+    ]
+    assert Parity("folder", 0).problems() == ["0 logits and 0 gradients compared"]
+    assert "folder against transformers" in _text(parity)
+
+
+def test_gradients_are_compared_by_name() -> None:
+    ours = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
+    same, small = compare_gradients(ours, ours | {"frozen": torch.ones(1)})
+    assert (same.difference, small.difference) == (0.0, 0.0)
+    assert same.allowed == pytest.approx(1e-4 * 5**0.5 + 1e-6 * 5**0.5)
+    assert small.allowed == pytest.approx(1e-6 * 5**0.5)
+    with pytest.raises(ValueError, match="no gradient of 1: b"):
+        compare_gradients(ours, {"a": ours["a"]})
+
+
+def test_ratios_in_the_spelling_of_transformers() -> None:
+    raw = {
+        "num_hidden_layers": 3,
+        "compress_ratios": [0, 4, 8, 0],
+        "expert_dtype": "fp8",
+        "quantization_config": {},
+    }
+    assert their_config(raw) == {
+        "num_hidden_layers": 3,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    }
+    kept = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
+    assert their_config(kept) == kept
+    with pytest.raises(ValueError, match=r"not \[8, 128\]"):
+        their_config({"num_hidden_layers": 2, "compress_ratios": [8, 128]})
+
+
+def test_close_choices_are_drawn_again(micro: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified_models.verify.transformers.MARGIN", 0.01)
+    parity = Parity("folder", 0)
+    ids = draw(micro, 60, Random(0), parity)
+    assert parity.tokens == 60
+    assert 0 < parity.redrawn < 60
+    assert margins(micro, ids).min() >= 0.01
