@@ -205,28 +205,44 @@ class Weight(nn.Module):
         return kept[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Weight":
-        """Device moves are followed; dtype casts reach the master of a packed weight and nothing else."""
-        committed = self.committed == self.version
+        """Device moves are followed; dtype casts reach the master of a packed weight and nothing else.
+
+        After a cast that could pack to other bytes, the weight must be committed again.
+        """
+        kept = self.committed == self.version
+        before = None if self.master is None else self.master.dtype
 
         def move(t: Tensor) -> Tensor:
             master = self.master
             castable = not self.exact and master is not None and (t is master or t is master.grad)
-            if castable or not t.dtype.is_floating_point:
-                return fn(t)
-            target = fn(torch.empty(0, dtype=t.dtype, device=t.device)).device
-            return t if target == t.device else t.to(target)
+            return fn(t) if castable else on_device_of(fn, t)
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         self._operands.clear()
-        if committed:
-            self.committed = self.version
+        if self.master is not None and before is not None:
+            kept = kept and self._packs_alike(before, self.master.dtype)
+        self.committed = self.version if kept else None
         return self
+
+    def _packs_alike(self, before: torch.dtype, after: torch.dtype) -> bool:
+        """Whether every master cast so packs to the bytes it packed to before: nothing is lost, or only what packing
+        rounds away itself."""
+        if torch.promote_types(before, after) == after:
+            return True
+        rounds = self.format.name != "float32"
+        return rounds and (before, after) == (torch.float32, torch.bfloat16)
 
     def extra_repr(self) -> str:
         axes = ", ".join(
             f"{axis or '-'}={size}" for axis, size in zip(self.axes, self.shape, strict=True)
         )
         return f"{axes}, {self.format.name}{', frozen' if self.frozen else ''}"
+
+
+def on_device_of(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """`t` on the device to which `fn` would take it, in its own dtype."""
+    target = fn(torch.empty(0, dtype=t.dtype, device=t.device)).device
+    return t if target == t.device else t.to(target)
 
 
 class Table(nn.Module):
@@ -244,6 +260,11 @@ class Table(nn.Module):
         self.shape = torch.Size(int(size) for size in axes_and_sizes[1::2] if isinstance(size, int))
         self.label = "table"
         self.register_buffer("data", torch.zeros(self.shape, dtype=torch.int64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Table":
+        """Device moves are followed, casts are not."""
+        super()._apply(lambda t: on_device_of(fn, t), recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def check(self, values: Tensor, name: str) -> None:
         """Raise ValueError naming the first entry of `values` that this table cannot hold."""
