@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from unified_models.engine import Output
 
 FAILED, REFUSED = 1, 2  # exit status: a check found unequal bits; the input is wrong
+WIDTH = 140  # columns of tables that go to a file or a pipe
+
+
+def screen() -> Console:
+    """Where tables go: as wide as the terminal, or as COLUMNS says."""
+    fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fixed else WIDTH)
 
 
 class Commands(TyperGroup):
@@ -96,7 +103,7 @@ def demo(
     from unified_models.demo import Demo, Settings, opening, run
 
     torch.set_num_threads(threads)
-    console, ok = Console(), True
+    console, ok = screen(), True
     settings = Settings(samples, tokens, updates, lr, seed, numerics)
     for name in architecture or registry.architectures():
         console.print(opening(name, settings), highlight=False)
@@ -161,7 +168,7 @@ def inspect(
     from unified_models.checkpoint import describe, print_report
 
     report = describe(folder, values=values)
-    print_report(report, every_tensor=every)
+    print_report(report, screen(), every_tensor=every)
     if report.problems:
         raise typer.Exit(FAILED)
 
@@ -262,7 +269,7 @@ def _print_samples(prompts: list[list[int]], outs: "list[Output]") -> None:
     for ids, out in zip(prompts, outs, strict=True):
         cells = (" ".join(map(str, ids)), " ".join(map(str, out.ids)))
         table.add_row(*cells, f"{float(out.logprobs.double().sum()):.4f}", out.reason)
-    Console().print(table)
+    screen().print(table)
 
 
 @app.command()
@@ -308,7 +315,7 @@ def verify(
         report = checks.against_transformers(folder, seed=seed)
     else:
         raise ValueError(f"--against {against!r}; known: transformers")
-    Console().print(report.table())
+    screen().print(report.table())
     _write(json_file, report.to_json())
     if not report.ok:
         raise typer.Exit(FAILED)
@@ -336,7 +343,7 @@ def bench(
     from unified_models.bench import Size, run
 
     torch.set_num_threads(threads)
-    console, results = Console(), []
+    console, results = screen(), []
     command = " ".join(["unified-models", *sys.argv[1:]])
     for name in architecture or registry.architectures():
         result = run(name, Size(repeats=repeats), numerics=numerics, seed=seed, command=command)

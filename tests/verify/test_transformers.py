@@ -41,7 +41,9 @@ def test_logits_and_gradients_agree(
     model = um.load(tmp_path / "model", numerics="float32")
     trained = [weight for _, weight in model.weights() if not weight.frozen]
     assert len(parity.gradients) == sum(w.shape[0] if len(w.shape) == 3 else 1 for w in trained)
-    assert all(one.norm > 0 for one in parity.gradients)
+    idle = [one.name for one in parity.gradients if not one.norm]
+    assert all(".experts." in name for name in idle), "only an expert may go without a token"
+    assert len(idle) < len(parity.gradients) / 10
     logits, gradient = parity.worst
     assert logits < 5e-5
     assert gradient < 1e-4

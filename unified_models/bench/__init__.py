@@ -1,8 +1,10 @@
 """Times of work that was first shown right, on a tiny model."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from unified_models.bench.cases import Case, Cases, Size
 from unified_models.bench.clock import in_turn
@@ -17,16 +19,22 @@ __all__ = ["Result", "Size", "run"]
 
 
 def run(
-    name: str, size: Size, *, numerics: str = "deployed", seed: int = 0, command: str = ""
+    name: str,
+    size: Size,
+    *,
+    numerics: str = "deployed",
+    seed: int = 0,
+    command: str = "",
+    config: Mapping[str, Any] | None = None,
 ) -> Result:
     """Make a tiny model of an architecture, check its bits, then time it.
 
     Every job that is timed is run once before, and each of its logprobs compared with the training forward; nothing
-    is timed if a bit differs. command: what was typed, for the record.
+    is timed if a bit differs. command: what was typed, for the record. config: other values than the tiny ones.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
-        make_tiny(name, path, seed=seed)
+        make_tiny(name, path, seed=seed, **(config or {}))
         model = load(path, numerics=numerics)
     told = conditions(name, model, command)
     first, others = whole_job(model, size, seed), memory_jobs(model, size, seed)

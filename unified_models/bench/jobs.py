@@ -56,7 +56,7 @@ class Job:
 def whole_job(model: LanguageModel, size: Size, seed: int) -> Job:
     """The job whose overhead is reported."""
     prompts = make_prompts(model, size.requests, PROMPT, seed)
-    return Job(f"{size.requests} requests of {size.tokens} tokens", prompts, size.tokens)
+    return Job(f"{size.requests} x {size.tokens} tokens", prompts, size.tokens)
 
 
 def memory_jobs(model: LanguageModel, size: Size, seed: int) -> list[Job]:
@@ -71,7 +71,7 @@ def memory_jobs(model: LanguageModel, size: Size, seed: int) -> list[Job]:
     prompts = make_prompts(model, few, max(1, size.length - tokens // 2), seed)
     little = few * size.length * 5 // 4
     jobs = []
-    for cache, name in ((True, "prefix cache"), (False, "none")):
+    for cache, name in ((True, "cache"), (False, "no cache")):
         options = {"prefix_cache": cache}
         jobs += [
             Job(f"shared prefix, {name}", alike, PROMPT, options, before),

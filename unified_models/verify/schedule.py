@@ -243,10 +243,10 @@ def _generated(material: Material, engine: Any, tokens: int) -> Iterator[Scored]
 
 
 def packed(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """The training forward, with its graph: random packs, with and without recomputation, by 1, 7 and 256 rows of
-    logits."""
+    """The training forward, with its graph: random packs of two sequences and more, with and without recomputation,
+    by 1, 7 and 256 rows of logits."""
     order = random.sample(material.all, len(material.all))
-    ways = random.sample([*product((False, True), (1, 7, 256))], 6)
+    ways = random.sample([*product((False, True), (1, 7, 256))], max(1, min(6, len(order) // 2)))
     for n, (recompute, rows) in enumerate(ways):
         numbers = order[n :: len(ways)]
         with torch.enable_grad():

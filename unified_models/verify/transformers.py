@@ -7,7 +7,8 @@ such tokens are drawn again.
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -153,12 +154,12 @@ def against_transformers(
 
     Raises ValueError where transformers is not installed.
     """
-    auto = _transformers()
+    library = _transformers()
     model = load(folder, numerics="float32", progress=False)
     generator = torch.Generator().manual_seed(seed)
     parity = Parity(str(folder), seed)
-    with tempfile.TemporaryDirectory() as temporary:
-        theirs = _theirs(auto, model, Path(temporary) / "float32")
+    with tempfile.TemporaryDirectory() as temporary, _quiet(library):
+        theirs = _theirs(library, model, Path(temporary) / "float32")
         for length in sorted(lengths):
             ids = draw(model, length, Random(f"{seed} {length}"), parity)
             mine = our_logits(model, ids)
@@ -182,6 +183,19 @@ def _transformers() -> Any:
             "transformers is not installed; pip install 'unified_models[transformers]'"
         ) from None
     return transformers
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without its progress bars."""
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def _theirs(transformers: Any, model: LanguageModel, folder: Path) -> nn.Module:
