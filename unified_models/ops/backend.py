@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from unified_models.ops.linear.probe import probe
+from unified_models.ops.linear.probe import NotExact, probe
 
 OPERATORS = (
     "activation",
@@ -29,26 +29,24 @@ BACKENDS = {"cpu": dict.fromkeys(OPERATORS, "cpu")}
 
 
 def require(device: torch.device) -> None:
-    """Refuse a process whose bits could differ from another's. RuntimeError gives the reason, in one line.
+    """Refuse a process whose bits could differ from another's. NotExact gives the reason, in one line.
 
     Called by every context, so it costs a few attribute reads; the probe of the machine's matrix product runs once.
     """
     if device.type not in BACKENDS:
         known = ", ".join(sorted(BACKENDS))
-        raise RuntimeError(
-            f"no exact backend for device {str(device)!r}; there is one for: {known}"
-        )
+        raise NotExact(f"no exact backend for device {str(device)!r}; there is one for: {known}")
     if torch.is_autocast_enabled(device.type):
-        raise RuntimeError(
+        raise NotExact(
             "autocast is on: it would round inside operators, and change bits; switch it off"
         )
     if torch.compiler.is_compiling():
-        raise RuntimeError(
+        raise NotExact(
             "torch.compile keeps float32 between fused bf16 operators, and changes bits; run eagerly"
         )
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
-        raise RuntimeError(
+        raise NotExact(
             f"torch.set_float32_matmul_precision is {precision!r}, which lets float32 products run in bf16; "
             "set it to 'highest'"
         )
