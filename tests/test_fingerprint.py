@@ -7,7 +7,7 @@ import unified_models as um
 from unified_models.context.local import LocalContext
 from unified_models.context.step import Step
 from unified_models.fingerprint import Fingerprint
-from unified_models.ops.linear.probe import NotExact
+from unified_models.ops.linear.probe import NotExactError
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_autocast_is_refused():
 def test_reduced_float32_products_are_refused():
     torch.set_float32_matmul_precision("medium")
     try:
-        with pytest.raises(NotExact, match="'medium'"):
+        with pytest.raises(NotExactError, match="'medium'"):
             LocalContext(Step.of([1]))
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -286,9 +286,7 @@ def test_the_bar_appears_on_terminals_after_a_while(
 ) -> None:
     shown: list[Any] = []
     monkeypatch.setattr("unified_models.progress.PATIENCE", -1.0)
-    monkeypatch.setattr(
-        "unified_models.progress.Progress.start", lambda bar: shown.append(bar)
-    )
+    monkeypatch.setattr("unified_models.progress.Progress.start", lambda bar: shown.append(bar))
     loaded(toy.tensors())
     assert shown == [], "not a terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

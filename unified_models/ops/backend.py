@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from unified_models.ops.linear.probe import NotExact, probe
+from unified_models.ops.linear.probe import NotExactError, probe
 
 OPERATORS = (
     "activation",
@@ -29,24 +29,26 @@ BACKENDS = {"cpu": dict.fromkeys(OPERATORS, "cpu")}
 
 
 def require(device: torch.device) -> None:
-    """Refuse a process whose bits could differ from another's. NotExact gives the reason, in one line.
+    """Refuse a process whose bits could differ from another's. NotExactError gives the reason, in one line.
 
     Called by every context, so it costs a few attribute reads; the probe of the machine's matrix product runs once.
     """
     if device.type not in BACKENDS:
         known = ", ".join(sorted(BACKENDS))
-        raise NotExact(f"no exact backend for device {str(device)!r}; there is one for: {known}")
+        raise NotExactError(
+            f"no exact backend for device {str(device)!r}; there is one for: {known}"
+        )
     if torch.is_autocast_enabled(device.type):
-        raise NotExact(
+        raise NotExactError(
             "autocast is on: it would round inside operators, and change bits; switch it off"
         )
     if torch.compiler.is_compiling():
-        raise NotExact(
+        raise NotExactError(
             "torch.compile keeps float32 between fused bf16 operators, and changes bits; run eagerly"
         )
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
-        raise NotExact(
+        raise NotExactError(
             f"torch.set_float32_matmul_precision is {precision!r}, which lets float32 products run in bf16; "
             "set it to 'highest'"
         )

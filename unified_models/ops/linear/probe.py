@@ -7,13 +7,13 @@ import torch
 from unified_models.ops.linear.cpu import TILE, tiled_mm
 
 
-class NotExact(RuntimeError, ValueError):
+class NotExactError(RuntimeError, ValueError):
     """This process or machine cannot keep the bits; a ValueError too, as every refusal of the house is."""
 
 
 @functools.lru_cache(maxsize=1)
 def probe() -> None:
-    """Once in a process, under 50 ms. Raises NotExact where this machine's matrix product breaks the promise."""
+    """Once in a process, under 50 ms. Raises NotExactError where this machine's matrix product breaks the promise."""
     threads = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     faults = []
@@ -32,7 +32,7 @@ def probe() -> None:
             faults.append(f"1 against 2 threads (K {K}, N {N})")
     torch.set_num_threads(threads)
     if faults:
-        raise NotExact(
+        raise NotExactError(
             "this machine's float32 matrix product is not row-invariant on 16-row tiles: "
             + ", ".join(faults)
             + "; exact bits cannot be kept (is MKL_CBWR or another code path set?)"
