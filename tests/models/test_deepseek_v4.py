@@ -178,7 +178,7 @@ def chosen(model: Any, ids: list[int]) -> dict[str, Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
+@pytest.mark.parametrize("cast", ["bfloat16", "double"])
 def test_experts_after_a_cast_A14(tiny, tokens, cast: str) -> None:
     """Router biases near 7, which bf16 would round to few values: the same experts and bits after model.bfloat16()."""
     model, ids = tiny(), tokens(60)
