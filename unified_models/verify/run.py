@@ -48,6 +48,9 @@ def verify_folder(
         lengths: of the sequences; None: `default_lengths`.
         quick: lengths up to 65, one thread, any number of tokens; nothing is demanded of the counters.
         progress: show a bar, on a terminal.
+
+    On a busy machine two OpenMP threads that spin make this several times slower: set OMP_WAIT_POLICY=PASSIVE before
+    torch is imported, as the command line does. Raises ValueError where there is nothing to run.
     """
     if not numerics or not threads or not kinds:
         raise ValueError(f"nothing to run: numerics {numerics}, threads {threads}, kinds {kinds}")

@@ -21,9 +21,11 @@ from unified_models.verify.drive import Cut, drive
 from unified_models.verify.ties import TiesContext
 from unified_models.verify.watch import Watch
 
-BUDGETS = {1: 5, 16: 129, 64: 1000, 1000: 1 << 62}
-"""Tokens of a step, and of the longest sequence that runs so; single tokens are the business of "one token"."""
-WHOLE = 129  # tokens of a sequence that runs in as many steps
+BUDGETS = (1, 16, 64, 1000)  # tokens of a step
+SHORT = (
+    65  # tokens of a sequence that runs at a budget of 1 each turn; of the longer ones, one does
+)
+SCORED = 129  # tokens of the longest sequence that is scored while others are sampled after
 PAGE = 128  # tokens; the engine's pages are this long, or a whole number of them is
 TEMPERATURE = 0.7  # of sampled tokens
 SAMPLED = 8  # tokens
@@ -112,22 +114,17 @@ def reordered(material: Material, watch: Watch, random: Random) -> Iterator[Scor
 
 
 def chunked(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """Budgets of 1, 16, 64 and 1000 tokens a step. Every sequence runs at one of the larger ones, another each turn;
-    what would take too many steps runs at the next."""
-    for budget, most in BUDGETS.items():
-        numbers = [i for i in material.all if len(material.sequences[i]) <= most]
-        if budget > 1:
-            numbers = [i for i in material.all if _budget(material, i) == budget]
-        engine = watch.engine(numbers, step_tokens=budget, cache_tokens=4 * material.longest)
+    """Budgets of 1, 16, 64 and 1000 tokens a step: every sequence at each of them, but of the long ones, which take a
+    step a token at a budget of 1, another one each turn."""
+    long = [i for i in material.all if len(material.sequences[i]) > SHORT]
+    single = [i for i in material.all if i not in long]
+    single += [long[material.turn % len(long)]] if long else []
+    for budget in BUDGETS:
+        numbers = single if budget == 1 else material.all
+        engine = watch.engine(
+            numbers, step_tokens=budget, cache_tokens=4 * material.longest, prefix_cache=False
+        )
         yield from _scored(material, numbers, engine.score(material.of(numbers)))
-
-
-def _budget(material: Material, number: int) -> int:
-    larger = [*BUDGETS][1:]
-    at = (number + material.turn) % len(larger)
-    while len(material.sequences[number]) > BUDGETS[larger[at]]:
-        at += 1
-    return larger[at]
 
 
 def random_cuts(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
@@ -140,13 +137,9 @@ def random_cuts(material: Material, watch: Watch, random: Random) -> Iterator[Sc
 
 
 def one_token(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """Decoding of given tokens: one chunk, then the last `tail` tokens of each sequence, one in a step. In the first
-    turn one sequence has no chunk. Then copies of one sequence, side by side."""
-    tail = random.randrange(4, 12)
-    whole = [i for i in material.all if len(material.sequences[i]) >= WHOLE][: material.turn == 0]
-    numbers = [i for i in material.all if i not in whole]
-    yield from _driven(material, watch, numbers, lambda _, left: max(1, left - tail))
-    yield from _driven(material, watch, whole, lambda *_: 1)
+    """Decoding of given tokens: every sequence from its first token to its last, one in a step, side by side. Then
+    copies of one sequence."""
+    yield from _driven(material, watch, material.all, lambda *_: 1)
     short = [i for i in material.all if len(material.sequences[i]) > 3][:1]
     for copies in COPIES:
         yield from _driven(material, watch, short * copies, lambda *_: 1)
@@ -197,7 +190,9 @@ def preempted(material: Material, watch: Watch, random: Random) -> Iterator[Scor
     room = sum(-(-len(material.sequences[i]) // PAGE) * PAGE for i in full)
     room = max(room, material.longest + tokens)
     scores = [
-        i for i in prompts if 1 < len(material.sequences[i]) <= WHOLE and i % 3 == material.turn % 3
+        i
+        for i in prompts
+        if 1 < len(material.sequences[i]) <= SCORED and i % 3 == material.turn % 3
     ]
     engine = watch.engine([*order, *scores], cache_tokens=room, step_tokens=room, poison=True)
     sampling = _sampling(material, tokens)
