@@ -13,6 +13,11 @@ from torch import Tensor
 OPS = Path(__file__).parent / "ops"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> Iterator[int]:
     """Every test starts from the same seed, on one thread."""
