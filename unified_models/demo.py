@@ -18,12 +18,8 @@ from unified_models.tiny import make_tiny
 from unified_models.training import logprobs
 from unified_models.verify.compare import Comparison, bits
 
-PROMPT_LENGTHS = (
-    5,
-    18,
-    61,
-    122,
-)  # inside and beyond a window; the last closes a 128-window while it generates
+# Inside and beyond a window; the last closes a 128-window while it generates.
+PROMPT_LENGTHS = (5, 18, 61, 122)
 
 
 @dataclass(frozen=True)

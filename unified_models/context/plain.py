@@ -26,9 +26,8 @@ class PlainContext(LocalContext):
 
     def _linear(self, x: Tensor, weight: Weight, dtype: torch.dtype | None) -> Tensor:
         reading = self.read(weight)
-        work = (
-            dtype or reading.format.activation
-        )  # wider operands: torch has no product of bf16 into float32
+        # Wider operands where a wider result is asked: torch has no product of bf16 into float32.
+        work = dtype or reading.format.activation
         x = dequantized_rows(x) if reading.format.quantizes_input else x
         x, w = x.to(work), values(reading, work)
         if weight.groups > 1:

@@ -22,9 +22,8 @@ from unified_models.verify.ties import TiesContext
 from unified_models.verify.watch import Watch
 
 BUDGETS = (1, 16, 64, 1000)  # tokens of a step
-SHORT = (
-    65  # tokens of a sequence that runs at a budget of 1 each turn; of the longer ones, one does
-)
+# Tokens of a sequence that runs at a budget of 1 each turn; of the longer ones, one does.
+SHORT = 65
 SCORED = 129  # tokens of the longest sequence that is scored while others are sampled after
 PAGE = 128  # tokens; the engine's pages are this long, or a whole number of them is
 TEMPERATURE = 0.7  # of sampled tokens
