@@ -117,3 +117,17 @@ def test_counts_must_add_up(make_weight) -> None:
     reading = make_weight(values(2, 32, 16))()
     with pytest.raises(AssertionError, match="3 rows counted, 4 given"):
         grouped_linear(torch.zeros(4, 32), (1, 2), reading)
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((5, 16, 128), 100), ((4, 16, 128), 128), ((6, 16, 128), 128), ((16, 128), 128)],
+    ids=["narrow rows", "fewer experts", "more experts", "one matrix"],
+)
+def test_what_does_not_fit_is_refused(make_weight, shape, channels) -> None:
+    """FP8 rows are zero-filled to 128 channels, so narrow ones would be multiplied without a word."""
+    weight = make_weight(torch.randn(shape), "fp8_ue8m0")
+    with pytest.raises(
+        ValueError, match=rf"5 experts and rows of {channels} channels .*{shape[0]}, "
+    ):
+        grouped_linear(torch.randn(sum(COUNTS), channels), COUNTS, weight())

@@ -7,13 +7,7 @@ from torch.nn import functional as F
 from unified_models.context.interface import Pool
 from unified_models.context.slots import Entries, Rows
 from unified_models.context.step import Step, owners
-
-BLOCK = 64
-
-
-def _up(n: int) -> int:
-    """n rounded up to whole blocks."""
-    return -(-n // BLOCK) * BLOCK
+from unified_models.ops.blocks import BLOCK, whole
 
 
 def window_lists(step: Step, slot: Rows, base_S: Tensor) -> Tensor:
@@ -25,10 +19,12 @@ def window_lists(step: Step, slot: Rows, base_S: Tensor) -> Tensor:
     positions_T = step.positions_T
     if slot.keep is None:
         oldest_T = torch.zeros_like(positions_T)
-        columns = _up(max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=1))
+        columns = whole(
+            max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=1)
+        )
     else:
         oldest_T = (positions_T - slot.keep + 1).clamp_min(0)
-        columns = _up(slot.keep - 1) + BLOCK
+        columns = whole(slot.keep - 1) + BLOCK
     places = torch.arange(columns, device=step.device)
     seen_TN = (oldest_T // BLOCK * BLOCK)[:, None] + places
     index_TN = base_S[step.sequence_T, None] + seen_TN
@@ -48,12 +44,12 @@ def pool_lists(step: Step, pool: Pool, picks_TK: Tensor | None) -> Tensor:
             max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=0)
             // pool.slot.stride
         )
-        places = torch.arange(_up(most), device=step.device)
+        places = torch.arange(whole(most), device=step.device)
         return (base_T1 + places).masked_fill(places >= pool.count_T[:, None], -1)
     if bool((picks_TK >= pool.count_T[:, None]).any()):
         raise ValueError(f"{pool.slot.path}: a pick names an entry whose window has not closed")
     lists = torch.where(picks_TK < 0, -1, base_T1 + picks_TK)
-    return F.pad(lists, (0, _up(lists.shape[1]) - lists.shape[1]), value=-1)
+    return F.pad(lists, (0, whole(lists.shape[1]) - lists.shape[1]), value=-1)
 
 
 def numbers(first_S: Tensor, counts_S: Tensor) -> Tensor:

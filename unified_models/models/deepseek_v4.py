@@ -390,7 +390,7 @@ FIXED: dict[str, Any] = {
 
 IGNORED = {
     "attention_dropout": "no dropout in RL",
-    "initializer_range": "read when training from nothing",
+    "initializer_range": "a checkpoint has its values",
     "mlp_bias": "no projection has a bias",
     "output_router_logits": "see Context.note",
     "pad_token_id": "packs have no padding",

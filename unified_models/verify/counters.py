@@ -12,7 +12,7 @@ from unified_models.context.slots import Entries
 from unified_models.context.step import Step
 from unified_models.engine import Stats
 from unified_models.model import LanguageModel
-from unified_models.ops.attend_latent.cpu import BLOCK
+from unified_models.ops.blocks import whole
 from unified_models.ops.select import scores
 
 TIE_ROWS = 64  # of one `select`; its scores are computed once more to see ties
@@ -93,7 +93,7 @@ def select_scores(
     q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, base_T: Tensor, count_T: Tensor
 ) -> Tensor:
     """[T, N]: what `select` orders, for the entries that each token sees; -inf elsewhere."""
-    columns = torch.arange(-(-int(count_T.max()) // BLOCK) * BLOCK, device=count_T.device)
+    columns = torch.arange(whole(int(count_T.max())), device=count_T.device)
     seen = columns < count_T[:, None]
     index = torch.where(seen, base_T[:, None] + columns, -1)
     scores_TN = scores(q_TJI, weights_TJ, rows_RI, index)

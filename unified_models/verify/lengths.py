@@ -6,11 +6,11 @@ from torch import nn
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.model import LanguageModel
+from unified_models.ops.blocks import BLOCK
 from unified_models.training import logprobs
 from unified_models.verify.schedule import SAMPLED
 
 ALWAYS = (*range(6), 7, 8, 127, 128, 129, 255, 256, 257, 300)
-BLOCK = 64  # tokens; sums over keys run in blocks of it
 
 
 def default_lengths(model: LanguageModel) -> list[int]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unified_models.autograd import apply
 from unified_models.ops.attend_latent import cpu
+from unified_models.ops.blocks import BLOCK
 from unified_models.ops.operator import operator
 
 
@@ -41,8 +42,6 @@ def attend_latent(
     float32; e^{sink - M} may be inf, then the output is 0. float32 throughout, rounded once to q's dtype. The sums
     run in blocks of 64 list places, in list order (README.md).
     """
-    if index_TN.shape[1] % cpu.BLOCK:
-        raise ValueError(
-            f"a list is a multiple of {cpu.BLOCK} places long, got {index_TN.shape[1]}"
-        )
+    if index_TN.shape[1] % BLOCK:
+        raise ValueError(f"a list is a multiple of {BLOCK} places long, got {index_TN.shape[1]}")
     return apply(_AttendLatent, q_THD, rows_RD, sinks_H, index_TN, scale)

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-BLOCK = 64
-LANES = 16
+from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled
+
 CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
 
@@ -14,25 +13,6 @@ def token_chunks(q_THD: Tensor, index_TN: Tensor) -> list[slice]:
     (T, heads, dim), columns = q_THD.shape, index_TN.shape[1]
     size = max(1, CHUNK_BYTES // (4 * (columns * dim + heads * (columns + dim))))
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
-
-
-def filled(x: Tensor) -> Tensor:
-    """float32, contiguous on 64 bytes, the last dimension zero-filled to a multiple of 16: a product of narrower or
-    unaligned matrices has other bits at another place in the batch."""
-    x = x.float().contiguous()
-    if x.shape[-1] % LANES:
-        return F.pad(x, (0, -x.shape[-1] % LANES))
-    return x.clone() if x.data_ptr() % 64 else x
-
-
-def ending_in_zero(rows_RD: Tensor) -> Tensor:
-    """The rows, filled, and one row of zeros after them: what index -1 reads, whatever the memory holds."""
-    return F.pad(rows_RD.float(), (0, -rows_RD.shape[-1] % LANES, 0, 1))
-
-
-def blocks(index_TN: Tensor) -> list[slice]:
-    """The places of each block of a list, in order."""
-    return [slice(b, b + BLOCK) for b in range(0, index_TN.shape[1], BLOCK)]
 
 
 def scores(q_THD: Tensor, keys: list[Tensor], index_TN: Tensor, scale: float) -> Tensor:

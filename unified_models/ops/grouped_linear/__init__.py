@@ -65,17 +65,24 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(x_PK: Tensor, counts_E: Sequence[int], *readings: Reading) -> tuple[Tensor, ...]:
     """Rows of expert e times w[e].T, for each weight.
 
-    x_PK: rows sorted by expert; counts_E: rows of each expert, summing to P; weights [E, N, K]. Each row has the
-    bits that ops.linear would give it with its expert's matrix. Experts without rows get zero gradients.
+    x_PK: rows sorted by expert; counts_E: rows of each expert, summing to P; weights [E, N, K]; ValueError otherwise.
+    Each row has the bits that ops.linear would give it with its expert's matrix. Experts without rows get zero
+    gradients.
     """
-    assert sum(counts_E) == len(x_PK), f"{sum(counts_E)} rows counted, {len(x_PK)} given"
-    prepared: dict[bool, cpu.Input] = {}
-    outs = []
     for reading in readings:
-        quantize = reading.format.quantizes_input
-        if quantize not in prepared:
-            prepared[quantize] = cpu.prepare(x_PK.detach(), quantize=quantize)
-        outs.append(
-            apply(_GroupedLinear, x_PK, reading.master, reading, prepared[quantize], counts_E)
+        check(x_PK, counts_E, reading)
+    return tuple(
+        apply(_GroupedLinear, x_PK, reading.master, reading, rows, counts_E)
+        for reading, rows in zip(readings, cpu.inputs(x_PK, readings), strict=True)
+    )
+
+
+def check(x_PK: Tensor, counts_E: Sequence[int], reading: Reading) -> None:
+    """Refuse rows, counts and a weight that do not fit together: a product would drop or misread what is over."""
+    assert sum(counts_E) == len(x_PK), f"{sum(counts_E)} rows counted, {len(x_PK)} given"
+    wanted, label = (len(counts_E), x_PK.shape[-1]), reading.weight.label
+    if len(reading.shape) != 3 or (reading.shape[0], reading.shape[2]) != wanted:
+        raise ValueError(
+            f"{label}: {wanted[0]} experts and rows of {wanted[1]} channels for a weight of shape "
+            f"{tuple(reading.shape)}, which must be [experts, N, channels]"
         )
-    return tuple(outs)

@@ -60,15 +60,12 @@ def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> t
     `dtype`.
     Backward: dX = dY @ dequantised w; dW = dY.T @ x as the product saw it, to the master.
     """
-    prepared: dict[bool, cpu.Input] = {}
-    outs = []
     for reading in readings:
         check(x, reading)
-        quantize = reading.format.quantizes_input
-        if quantize not in prepared:
-            prepared[quantize] = cpu.prepare(x.detach(), quantize=quantize)
+    outs = []
+    for reading, rows in zip(readings, cpu.inputs(x, readings), strict=True):
         out_dtype = dtype or reading.format.activation
-        outs.append(apply(_Linear, x, reading.master, reading, prepared[quantize], out_dtype))
+        outs.append(apply(_Linear, x, reading.master, reading, rows, out_dtype))
     return tuple(outs)
 
 

@@ -5,6 +5,7 @@ Every product runs on tiles of 16 rows, zero-filled, over a weight of [N, K] sto
 always the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,16 @@ class Input:
 def prepare(x: Tensor, *, quantize: bool) -> Input:
     """x: [..., K] of any float dtype."""
     return Input(*quantize_rows(x)) if quantize else Input(x.float(), None)
+
+
+def inputs(x: Tensor, readings: Sequence[Reading]) -> list[Input]:
+    """x as each weight's product reads it; quantised once for all that ask for it."""
+    made: dict[bool, Input] = {}
+    for reading in readings:
+        quantize = reading.format.quantizes_input
+        if quantize not in made:
+            made[quantize] = prepare(x.detach(), quantize=quantize)
+    return [made[reading.format.quantizes_input] for reading in readings]
 
 
 def product(rows: Input, w: Operand, g: int) -> Tensor:

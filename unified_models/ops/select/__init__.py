@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unified_models.ops.attend_latent.cpu import BLOCK, blocks, ending_in_zero, filled
+from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled, whole
 from unified_models.ops.choose import NEVER, ordered_bits
 from unified_models.ops.operator import operator
 
@@ -56,7 +56,7 @@ def select(
     if most == 0:
         return picks_TK
     rows_RI = ending_in_zero(rows_RI)
-    columns = torch.arange(-(-most // BLOCK) * BLOCK, device=count_T.device)
+    columns = torch.arange(whole(most), device=count_T.device)
     chunk = max(1, CHUNK_BYTES // (4 * BLOCK * max(index_dim, J) + 24 * len(columns)))
     with torch.no_grad():
         for t in range(0, T, chunk):
