@@ -21,7 +21,7 @@ Fault = tuple[int, str]
 TIERS = [
     rooms.split()
     for rooms in (
-        "autograd config progress",
+        "autograd config progress quantization",
         "formats",
         "weight",
         "ops",
@@ -32,8 +32,8 @@ TIERS = [
     )
 ]
 MODEL_IMPORTS = (
-    *("torch", "einops", "dataclasses", "math", "typing", "collections.abc"),
-    *(f"unified_models.{room}" for room in ("config", "context", "model", "ops")),
+    *("torch", "einops", "dataclasses", "functools", "math", "typing", "collections.abc"),
+    *(f"unified_models.{room}" for room in ("config", "context", "model", "ops", "quantization")),
 )
 # In a model file: words that no part of a name may be, and names that may not occur at all.
 MODEL_WORDS = re.compile(r"training|prefill|decode|decoding|past")

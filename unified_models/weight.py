@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unified_models import formats
 from unified_models.autograd import apply
 from unified_models.formats import Format, Packed
+from unified_models.formats.activations import dequantized_rows, static_codes
 
 Version = tuple[int, int]
 
@@ -49,6 +50,22 @@ class Reading:
         """`build(self)`, kept until the packed bytes change: a kernel's own form of the same bytes."""
         return self.weight.operand(self, build)
 
+    @property
+    def input_scale(self) -> Tensor:
+        """float32 [] or, for a stack, [E]: the scale of the input of a format that asks for one ("static")."""
+        scale = self.weight.input_scale
+        assert scale is not None, f"{self.weight.label}: {self.format.name} without an input scale"
+        return scale().dequantized()  # type: ignore[no-any-return]
+
+    def seen(self, x: Tensor, index: int | None = None) -> Tensor:
+        """float32 values that a linear with this weight sees instead of x [T, K]. index: of a matrix of a stack."""
+        if self.format.input == "dynamic":
+            return dequantized_rows(x)
+        if self.format.input == "static":
+            scale = self.input_scale if index is None else self.input_scale[index]
+            return static_codes(x, scale) * scale
+        return x.float()
+
     def check(self) -> None:
         """Refuse a backward whose master changed since its forward."""
         if self.weight.version != self.version:
@@ -79,6 +96,7 @@ class Weight(nn.Module):
         frozen: no gradient.
         groups: the first dimension is this many matrices, stacked; a linear takes x of shape [T, groups, K].
         init: how `make_tiny` fills it, a name in `tiny.INITS`; None: by its shape and format.
+        default: what a checkpoint means that lacks it; None: it must be there.
 
     `version` moves when the master does; `commit()` derives the packed bytes from the master. Calling a weight whose
     master is newer than its packed bytes raises RuntimeError.
@@ -93,13 +111,16 @@ class Weight(nn.Module):
         frozen: bool = False,
         groups: int = 1,
         init: str | None = None,
+        default: float | None = None,
     ) -> None:
         super().__init__()
         self.axes = axes_and_sizes[0::2]
         self.shape = torch.Size(int(size) for size in axes_and_sizes[1::2] if isinstance(size, int))
         assert len(self.shape) == len(self.axes), f"a size for each axis, got {axes_and_sizes}"
         self.groups, self.frozen, self.init, self.label = groups, frozen, init, "weight"
-        self.declared = format
+        self.declared, self.default = format, default
+        self.input_scale: Weight | None = None
+        """of a format whose input has one scale for all tokens; comes with the checkpoint and is never trained"""
         self.format = self.stored = formats.find(format or "bfloat16")
         """`format` is what a forward reads; `stored` is what a checkpoint holds, whatever the numerics setting"""
         self.master: nn.Parameter | None
@@ -110,7 +131,8 @@ class Weight(nn.Module):
         self.bumps = 0
         self.commits = 0
         self.committed: Version | None = None
-        self._operands: dict[str, tuple[int, Any]] = {}
+        self._operands: dict[str, tuple[tuple[int, int], Any]] = {}
+        self.bind(self.format.name)
 
     @property
     def exact(self) -> bool:
@@ -196,12 +218,16 @@ class Weight(nn.Module):
         """Choose another number format; the packed bytes must be committed again."""
         self.format = formats.find(format)
         self.committed = None
+        if self.format.input == "static" and self.input_scale is None:
+            stack = [part for pair in zip(self.axes, self.shape, strict=True) for part in pair][:-4]
+            self.input_scale = Weight(*stack, format="float32", frozen=True, init="input_scale")
 
     def operand(self, reading: Reading, build: Callable[[Reading], Any]) -> Any:
         key = f"{build.__module__}.{build.__qualname__}"
         kept = self._operands.get(key)
-        if kept is None or kept[0] != self.commits:
-            kept = self._operands[key] = (self.commits, build(reading))
+        commits = (self.commits, self.input_scale.commits if self.input_scale else 0)
+        if kept is None or kept[0] != commits:
+            kept = self._operands[key] = (commits, build(reading))
         return kept[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Weight":

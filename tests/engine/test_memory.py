@@ -55,7 +55,7 @@ def test_pool_keeps_the_first_page_of_a_name() -> None:
 def test_table_holds_exactly_the_window(keep: int) -> None:
     """After every length: the pages that the next token reads are held, older ones are not."""
     pool = PagePool(100)
-    table = PageTable(pool, 16, keep, seats=1)
+    table = PageTable(pool, 16, keep, seats=1, most_tokens=1600)
     for tokens in range(1, 200):
         table.grow(0, tokens)
         table.trim(0, tokens)
@@ -69,9 +69,9 @@ def test_table_holds_exactly_the_window(keep: int) -> None:
 
 def test_c21_hit_length_rule() -> None:
     """Full pages up to the last complete block; the window's pages where it slides; entries by whole windows."""
-    full = PageTable(PagePool(20), 16, None, seats=2)
-    near = PageTable(PagePool(20), 16, 20, seats=2)
-    wide = PageTable(PagePool(20), 64, None, seats=2)
+    full = PageTable(PagePool(20), 16, None, seats=2, most_tokens=320)
+    near = PageTable(PagePool(20), 16, 20, seats=2, most_tokens=320)
+    wide = PageTable(PagePool(20), 64, None, seats=2, most_tokens=320)
     tokens, digests = list(range(100)), []
     prefix.extend(digests, tokens, 100, 16, 0)
     assert len(digests) == 6

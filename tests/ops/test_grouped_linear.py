@@ -33,7 +33,7 @@ def test_grouped_linear_and_backward(check_gradients, make_weight, name, k, n, d
     weight = make_weight(values(len(COUNTS), k, n), name)
     x = torch.randn(sum(COUNTS), k).to(dtype).requires_grad_()
     reading = weight()
-    seen = dequantized_rows(x.detach()) if reading.format.quantizes_input else x.detach()
+    seen = dequantized_rows(x.detach()) if reading.format.input == "dynamic" else x.detach()
     check_gradients(
         lambda: grouped_linear(x, COUNTS, reading),
         lambda x, w: reference(

@@ -40,7 +40,7 @@ def test_linear_and_backward(check_gradients, make_weight, name, k, n, dtype) ->
     weight = make_weight(values(k, n), name)
     x = torch.randn(21, k).to(dtype).requires_grad_()
     reading = weight()
-    seen = dequantized_rows(x.detach()) if reading.format.quantizes_input else None
+    seen = dequantized_rows(x.detach()) if reading.format.input == "dynamic" else None
     check_gradients(
         lambda: linear(x, reading),
         lambda x, w: reference(x, w, seen, reading.dequantized()),
@@ -56,7 +56,7 @@ def test_groups_and_backward(check_gradients, make_weight, name) -> None:
     weight = make_weight(values(k, groups * n), name, groups=groups)
     x = torch.randn(19, groups, k, dtype=torch.bfloat16).requires_grad_()
     reading = weight()
-    seen = dequantized_rows(x.detach()) if reading.format.quantizes_input else x.detach()
+    seen = dequantized_rows(x.detach()) if reading.format.input == "dynamic" else x.detach()
 
     def groupwise(x: Tensor, w: Tensor) -> Tensor:
         w = straight_through(w, reading.dequantized()).unflatten(0, (groups, n))

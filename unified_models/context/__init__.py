@@ -2,7 +2,13 @@
 
 from unified_models.context.interface import Context, Experts, Pool
 from unified_models.context.slots import Entries, Rows, State
-from unified_models.formats import BFLOAT16_RECORD, FLOAT32_RECORD, LatentFP8, VectorFP8
+from unified_models.formats import (
+    BFLOAT16_RECORD,
+    FLOAT32_RECORD,
+    LatentFP8,
+    StaticFP8,
+    VectorFP8,
+)
 from unified_models.ops.rope import Rope
 from unified_models.weight import Table, Weight
 
@@ -17,6 +23,7 @@ __all__ = [
     "Rope",
     "Rows",
     "State",
+    "StaticFP8",
     "Table",
     "VectorFP8",
     "Weight",

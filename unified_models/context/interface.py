@@ -7,6 +7,7 @@ The contract, for every method: a token's result depends on its own sequence up 
 on its neighbours in the pack, nor on how its sequence was cut into steps. Bit for bit.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,16 +34,35 @@ class Pool:
 
 
 class Experts(nn.Module):
-    """Gated experts: down(silu(clamp(gate x)) * clamp(up x)). Stacked weights [E, F, M], [E, F, M], [E, M, F]."""
+    """E feed-forward networks. Stacked weights up [E, F, M], down [E, M, F] and, where the activation is gated, gate
+    [E, F, M].
+
+    activation: "swiglu" is down(silu(clamp(gate x)) * clamp(up x)), the gate clamped above at `limit`, up both ways;
+    "relu2" is down(max(up x, 0)^2). format, formats: of all weights, or of each by its name.
+    """
 
     def __init__(
-        self, num_experts: int, width: int, hidden: int, *, limit: float | None, format: str | None
+        self,
+        num_experts: int,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "swiglu",
+        limit: float | None = None,
+        format: str | None = None,
+        formats: Mapping[str, str | None] | None = None,
     ) -> None:
         super().__init__()
-        self.limit = limit
-        self.gate = Weight("experts", num_experts, None, hidden, None, width, format=format)
-        self.up = Weight("experts", num_experts, None, hidden, None, width, format=format)
-        self.down = Weight("experts", num_experts, None, width, None, hidden, format=format)
+        assert activation in ("swiglu", "relu2"), f"unknown activation {activation!r}"
+        self.activation, self.limit = activation, limit
+        of = dict.fromkeys(("gate", "up", "down"), format) | dict(formats or {})
+
+        def inner(name: str) -> Weight:
+            return Weight("experts", num_experts, None, hidden, None, width, format=of[name])
+
+        self.gate = inner("gate") if activation == "swiglu" else None
+        self.up = inner("up")
+        self.down = Weight("experts", num_experts, None, width, None, hidden, format=of["down"])
 
 
 class Context(Protocol):
@@ -67,6 +87,19 @@ class Context(Protocol):
         """
 
     # a token and its past
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        slot: Rows,
+        *,
+        scale: float,
+        scales: tuple[Weight, Weight] | None = None,
+    ) -> Tensor:
+        """Causal attention over the last `slot.keep` tokens; query heads in G groups share a key head. The slot holds
+        k, then v (2 * G * D values); scales: of k and of v, for a record that has static ones. Returns q's dtype."""
+
     def attend_latent(
         self,
         q_THD: Tensor,
@@ -101,10 +134,25 @@ class Context(Protocol):
         """picks_TK: the k entries with the highest sum_j weights[j] * relu(q[j] . entry), by the written rule of
         ops/select; -1 = none. q makes the round trip of the pool's record. No gradient."""
 
+    def conv(self, x_TC: Tensor, taps: Weight, bias: Weight | None, slot: Rows) -> Tensor:
+        """A causal depthwise convolution: bias + sum_k taps[:, k] * x[t - K + 1 + k], float32 [T, C].
+
+        taps: [C, 1, K]; the slot keeps K rows (a token's own among them)."""
+
     def scan(
-        self, x_THD: Tensor, dt_TH: Tensor, a_H: Tensor, b_TGN: Tensor, c_TGN: Tensor, slot: State
+        self,
+        x_THP: Tensor,
+        dt_TH: Tensor,
+        b_TGN: Tensor,
+        c_TGN: Tensor,
+        slot: State,
+        *,
+        a_H: Tensor,
+        skip_H: Tensor,
     ) -> Tensor:
-        """Mamba-2's recurrence by replay of the open chunk."""
+        """Mamba-2: S_t = e^{dt_t a} S_{t-1} + dt_t x_t b_t^T, y_t = S_t c_t + skip x_t, by replay of the open chunk.
+
+        dt: float32, positive; a: float32, negative; head h reads group h G / H of b and c. Returns c's dtype."""
 
     # a token and its experts
     def choose(self, scores_TE: Tensor, k: int, site: nn.Module) -> Tensor:

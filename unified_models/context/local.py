@@ -7,22 +7,32 @@ import torch
 from torch import Tensor, nn
 
 from unified_models.context.interface import Experts, Pool
-from unified_models.context.lists import numbers, pool_lists, window_lists, window_rows
+from unified_models.context.lists import (
+    numbers,
+    pool_lists,
+    scan_grid,
+    tap_rows,
+    window_lists,
+    window_rows,
+)
 from unified_models.context.memory import Memory, PackMemory, closed
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step
 from unified_models.formats import round_trip
 from unified_models.ops import backend
-from unified_models.ops.activation import swiglu
+from unified_models.ops.activation import relu2, swiglu
+from unified_models.ops.attend import attend
 from unified_models.ops.attend_latent import attend_latent
 from unified_models.ops.choose import choose
 from unified_models.ops.combine import combine
 from unified_models.ops.compress import compress
+from unified_models.ops.conv import conv
 from unified_models.ops.embed import embed
 from unified_models.ops.grouped_linear import grouped_linear
 from unified_models.ops.linear import linear
 from unified_models.ops.operator import operator
 from unified_models.ops.rope import Rope
+from unified_models.ops.scan import scan
 from unified_models.ops.select import select
 from unified_models.weight import Reading, Table, Version, Weight
 
@@ -75,6 +85,31 @@ class LocalContext:
         return outs[0] if len(outs) == 1 else outs
 
     # a token and its past
+
+    @operator
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        slot: Rows,
+        *,
+        scale: float,
+        scales: tuple[Weight, Weight] | None = None,
+    ) -> Tensor:
+        kept = self.memory.rows(
+            self.step, slot, torch.cat((k_TGD, v_TGD), 1).flatten(1), self._channels(k_TGD, scales)
+        )
+        k_RGD, v_RGD = kept.rows_RD.unflatten(1, (2, *k_TGD.shape[1:])).unbind(1)
+        lists = window_lists(self.step, slot, kept.base_S)
+        return attend(q_THD, k_RGD, v_RGD, lists, scale=scale)
+
+    def _channels(self, k_TGD: Tensor, scales: tuple[Weight, Weight] | None) -> Tensor | None:
+        """The scales of k and v, one a channel of their row."""
+        if scales is None:
+            return None
+        both = torch.stack([self.read(weight).dequantized() for weight in scales])
+        return both.repeat_interleave(k_TGD[0].numel())
 
     @operator
     def attend_latent(
@@ -141,12 +176,41 @@ class LocalContext:
         self.note(site, "select", lambda: (*args, picks_TK))
         return picks_TK
 
+    @operator
+    def conv(self, x_TC: Tensor, taps: Weight, bias: Weight | None, slot: Rows) -> Tensor:
+        kept = self.memory.rows(self.step, slot, x_TC)
+        bias_C = None if bias is None else self.read(bias).value
+        lists = tap_rows(self.step, slot, kept.base_S)
+        return conv(kept.rows_RD, lists, self.read(taps).value.flatten(1), bias_C)
+
+    @operator
     def scan(
-        self, x_THD: Tensor, dt_TH: Tensor, a_H: Tensor, b_TGN: Tensor, c_TGN: Tensor, slot: State
+        self,
+        x_THP: Tensor,
+        dt_TH: Tensor,
+        b_TGN: Tensor,
+        c_TGN: Tensor,
+        slot: State,
+        *,
+        a_H: Tensor,
+        skip_H: Tensor,
     ) -> Tensor:
-        raise RuntimeError(
-            f"{slot.path}: a scan needs its operator, which arrives with the first Mamba-2 architecture"
-        )
+        x_RHP, dt_RH, b_RGN, base_S = self._open_rows(x_THP, dt_TH, b_TGN, slot)
+        states_SHPN = self.memory.states(self.step, slot)
+        grid = scan_grid(self.step, slot, base_S)
+        y_THP, new_UHPN = scan(x_RHP, dt_RH, b_RGN, c_TGN, a_H, skip_H, states_SHPN, grid)
+        self.memory.keep_states(self.step, slot, new_UHPN)
+        return y_THP
+
+    def _open_rows(
+        self, x_THP: Tensor, dt_TH: Tensor, b_TGN: Tensor, slot: State
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, dt and b of the open chunks, float32, old rows and new ones; and the base of each sequence in them."""
+        new_TD = torch.cat((x_THP.float().flatten(1), b_TGN.float().flatten(1), dt_TH), 1)
+        kept = self.memory.rows(self.step, slot.open, new_TD)
+        x_RD, b_RD, dt_RH = kept.rows_RD.split(slot.parts, 1)
+        x_RHP, b_RGN = x_RD.unflatten(1, x_THP.shape[1:]), b_RD.unflatten(1, b_TGN.shape[1:])
+        return x_RHP, dt_RH, b_RGN, kept.base_S
 
     # a token and its experts
 
@@ -160,16 +224,23 @@ class LocalContext:
     def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
         T, K = ids_TK.shape
         order = ids_TK.flatten().argsort(stable=True)
-        counts = torch.bincount(ids_TK.flatten(), minlength=experts.gate.shape[0])
+        counts = torch.bincount(ids_TK.flatten(), minlength=experts.up.shape[0])
         self.note(experts, "expert_rows", lambda: counts)
         counts_E = counts.tolist()
-        rows_PM = x_TM[order // K]
-        gate, up = grouped_linear(rows_PM, counts_E, self.read(experts.gate), self.read(experts.up))
-        (y_PM,) = grouped_linear(swiglu(gate, up, experts.limit), counts_E, self.read(experts.down))
+        hidden_PF = self._hidden(x_TM[order // K], counts_E, experts)
+        (y_PM,) = grouped_linear(hidden_PF, counts_E, self.read(experts.down))
         slots_P = torch.empty_like(order).scatter_(
             0, order, torch.arange(T * K, device=order.device)
         )
         return combine(y_PM[slots_P].unflatten(0, (T, K)), gates_TK, dtype=x_TM.dtype)
+
+    def _hidden(self, rows_PM: Tensor, counts_E: list[int], experts: Experts) -> Tensor:
+        """The activations of rows sorted by expert."""
+        if experts.gate is None:
+            (up,) = grouped_linear(rows_PM, counts_E, self.read(experts.up))
+            return relu2(up)
+        gate, up = grouped_linear(rows_PM, counts_E, self.read(experts.gate), self.read(experts.up))
+        return swiglu(gate, up, experts.limit)
 
     # an onlooker
 

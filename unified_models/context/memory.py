@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from unified_models.context.slots import Entries, Rows
+from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step, starts
 from unified_models.formats import round_trip
 
@@ -25,28 +26,48 @@ class Readable:
 class Memory(Protocol):
     """What sequences remember, seen from one step. Rows written are read back through their record, always."""
 
-    def rows(self, step: Step, slot: Rows, new_TD: Tensor) -> Readable:
+    def rows(
+        self, step: Step, slot: Rows, new_TD: Tensor, scales_D: Tensor | None = None
+    ) -> Readable:
         """Keep one new row a token of the step; read back those and the earlier ones that a window of
-        `slot.keep` tokens can reach from any token of the step."""
+        `slot.keep` tokens can reach from any token of the step. scales_D: of the slot's record."""
 
     def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
         """Keep the entries that close in this step, sequence by sequence in ascending order (`closed(step, slot)` of
         each); read back all entries of each sequence."""
 
+    def states(self, step: Step, slot: State) -> Tensor:
+        """The state of each sequence at its last chunk boundary before this step, float32 [S, H, P, N]; zeros where
+        no chunk is full yet."""
 
-def closed(step: Step, slot: Entries) -> tuple[Tensor, Tensor]:
-    """first_S, counts_S: the number of the first entry that closes in this step, and how many do, int64."""
-    first_S = step.past_S // slot.stride
-    return first_S, step.total_S // slot.stride - first_S
+    def keep_states(self, step: Step, slot: State, new_UHPN: Tensor) -> None:
+        """Keep the states after the chunks that fill up in this step, sequence by sequence in ascending order
+        (`closed(step, slot)` of each)."""
+
+
+def closed(step: Step, slot: Entries | State) -> tuple[Tensor, Tensor]:
+    """first_S, counts_S: the number of the first window or chunk that closes in this step, and how many do, int64."""
+    stride = slot.stride if isinstance(slot, Entries) else slot.chunk
+    first_S = step.past_S // stride
+    return first_S, step.total_S // stride - first_S
 
 
 class PackMemory:
     """No past: a step's rows are all there is. The gradient passes the record's round trip straight through."""
 
-    def rows(self, step: Step, slot: Rows, new_TD: Tensor) -> Readable:
+    def rows(
+        self, step: Step, slot: Rows, new_TD: Tensor, scales_D: Tensor | None = None
+    ) -> Readable:
         assert not any(step.past), "a pack without memory starts every sequence at position 0"
-        return Readable(round_trip(new_TD, slot.record), step.starts_S[:-1])
+        return Readable(round_trip(new_TD, slot.record, scales_D), step.starts_S[:-1])
 
     def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
         _, counts_S = closed(step, slot)
         return Readable(round_trip(new_UD, slot.record), starts(counts_S)[:-1])
+
+    def states(self, step: Step, slot: State) -> Tensor:
+        shape = (len(step.lengths), *slot.shape)
+        return torch.zeros(shape, dtype=torch.float32, device=step.device)
+
+    def keep_states(self, step: Step, slot: State, new_UHPN: Tensor) -> None:
+        """A pack has no next step."""

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from unified_models.context.interface import Experts, Pool
 from unified_models.context.local import LocalContext
-from unified_models.context.slots import Rows
-from unified_models.formats.activations import dequantized_rows
+from unified_models.context.slots import Rows, State
 from unified_models.weight import Reading, Weight
 
 
@@ -28,7 +27,7 @@ class PlainContext(LocalContext):
         reading = self.read(weight)
         # Wider operands where a wider result is asked: torch has no product of bf16 into float32.
         work = dtype or reading.format.activation
-        x = dequantized_rows(x) if reading.format.quantizes_input else x
+        x = x if reading.format.input == "plain" else reading.seen(x)
         x, w = x.to(work), values(reading, work)
         if weight.groups > 1:
             return torch.einsum("tgk,gnk->tgn", x, w.unflatten(0, (weight.groups, -1)))
@@ -64,6 +63,30 @@ class PlainContext(LocalContext):
             outs.append(self._attention(q_THD[part], keys, seen, scale, sinks_H))
         return torch.cat(outs)
 
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        slot: Rows,
+        *,
+        scale: float,
+        scales: tuple[Weight, Weight] | None = None,
+    ) -> Tensor:
+        new_TD = torch.cat((k_TGD, v_TGD), 1).flatten(1)
+        kept = self.memory.rows(self.step, slot, new_TD, self._channels(k_TGD, scales))
+        rows_R2GD = kept.rows_RD.unflatten(1, (2, *k_TGD.shape[1:]))
+        each, outs = q_THD.shape[1] // k_TGD.shape[1], []
+        for s, (past, length) in enumerate(zip(self.step.past, self.step.lengths, strict=True)):
+            at = torch.arange(past, past + length)[:, None]
+            seen_at = torch.arange(past + length)
+            k, v = rows_R2GD[seen_at + kept.base_S[s]].repeat_interleave(each, 2).unbind(1)
+            q = q_THD[self.step.starts_S[s] : self.step.starts_S[s + 1]]
+            scores = torch.einsum("thd,nhd->htn", q, k.to(q.dtype)).float() * scale
+            p = torch.softmax(scores.masked_fill(seen_at > at, -torch.inf), -1).to(q.dtype)
+            outs.append(torch.einsum("htn,nhd->thd", p, v.to(q.dtype)))
+        return torch.cat(outs)
+
     @staticmethod
     def _attention(
         q_THD: Tensor, keys: Tensor, seen: Tensor, scale: float, sinks_H: Tensor | None
@@ -75,22 +98,101 @@ class PlainContext(LocalContext):
         p = torch.softmax(scores, -1)[..., : len(keys)].to(q_THD.dtype)
         return torch.einsum("htn,nd->thd", p, keys.to(q_THD.dtype))
 
+    def conv(self, x_TC: Tensor, taps: Weight, bias: Weight | None, slot: Rows) -> Tensor:
+        assert slot.keep is not None
+        kept = self.memory.rows(self.step, slot, x_TC)
+        taps_C1K, outs = self.read(taps).value, []
+        bias_C = None if bias is None else self.read(bias).value
+        for s, (past, length) in enumerate(zip(self.step.past, self.step.lengths, strict=True)):
+            first = max(0, past - slot.keep + 1)
+            seen = kept.rows_RD[torch.arange(first, past + length) + kept.base_S[s]].float()
+            padded = F.pad(seen.T, (slot.keep - 1 - (past - first), 0))[None]
+            if length:
+                outs.append(F.conv1d(padded, taps_C1K, bias_C, groups=len(taps_C1K))[0].T)
+        return torch.cat(outs) if outs else x_TC.float()
+
+    def scan(
+        self,
+        x_THP: Tensor,
+        dt_TH: Tensor,
+        b_TGN: Tensor,
+        c_TGN: Tensor,
+        slot: State,
+        *,
+        a_H: Tensor,
+        skip_H: Tensor,
+    ) -> Tensor:
+        """Everything since the last boundary at once; a single new token by the recurrence, as samplers decode."""
+        x_RHP, dt_RH, b_RGN, base_S = self._open_rows(x_THP, dt_TH, b_TGN, slot)
+        states_SHPN = self.memory.states(self.step, slot)
+        each, outs, ends = x_THP.shape[1] // b_TGN.shape[1], [], []
+        c_THN = c_TGN.float().repeat_interleave(each, 1)
+        for s, (past, length) in enumerate(zip(self.step.past, self.step.lengths, strict=True)):
+            state, first = states_SHPN[s], past - past % slot.chunk
+            for start in range(first, past + length, slot.chunk):
+                end = min(start + slot.chunk, past + length)
+                at = torch.arange(start, end) + base_S[s]
+                part = (x_RHP[at], dt_RH[at], b_RGN[at].repeat_interleave(each, 1), a_H)
+                new = max(past, start)
+                token = int(self.step.starts_S[s]) + new - past
+                c = c_THN[token : token + end - new]
+                y, after = (recurrence if length == 1 else chunk)(state, *part, c)
+                outs.append(y + skip_H[:, None] * part[0][new - start :])
+                if end - start == slot.chunk:
+                    state = after
+                    ends.append(after)
+        new_UHPN = torch.stack(ends) if ends else states_SHPN[:0]
+        self.memory.keep_states(self.step, slot, new_UHPN)
+        return torch.cat(outs).to(c_TGN.dtype)
+
     def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
         out = torch.zeros_like(x_TM, dtype=torch.float32)
-        stacks = [self.read(w) for w in (experts.gate, experts.up, experts.down)]
-        work = stacks[0].format.activation
-        gate, up, down = (values(r, work) for r in stacks)
-        quantize = stacks[0].format.quantizes_input
-        for e in range(len(gate)):
+        for e in range(experts.up.shape[0]):
             t, k = (ids_TK == e).nonzero(as_tuple=True)
-            x = dequantized_rows(x_TM[t]).to(work) if quantize else x_TM[t]
-            a, b = F.linear(x, gate[e]), F.linear(x, up[e])
-            if experts.limit is not None:
-                a, b = a.clamp(max=experts.limit), b.clamp(-experts.limit, experts.limit)
-            h = F.silu(a) * b
-            h = dequantized_rows(h).to(work) if quantize else h
-            out = out.index_add(0, t, F.linear(h, down[e]).float() * gates_TK[t, k, None])
+            up = self._expert(x_TM[t], experts.up, e)
+            if experts.gate is None:
+                h = up.relu().square()
+            else:
+                gate = self._expert(x_TM[t], experts.gate, e)
+                if experts.limit is not None:
+                    gate = gate.clamp(max=experts.limit)
+                    up = up.clamp(-experts.limit, experts.limit)
+                h = F.silu(gate) * up
+            y = self._expert(h, experts.down, e)
+            out = out.index_add(0, t, y.float() * gates_TK[t, k, None])
         return out.to(x_TM.dtype)
+
+    def _expert(self, x: Tensor, weight: Weight, e: int) -> Tensor:
+        reading = self.read(weight)
+        work = reading.format.activation
+        x = x if reading.format.input == "plain" else reading.seen(x, e)
+        return F.linear(x.to(work), values(reading, work)[e])
+
+
+def recurrence(
+    state: Tensor, x: Tensor, dt: Tensor, b: Tensor, a_H: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y of the last token, and the state after it. x [R, H, P], dt [R, H], b [R, H, N], c [1, H, N]."""
+    for i in range(len(x)):
+        decay = torch.exp(dt[i] * a_H)[:, None, None]
+        state = decay * state + (dt[i, :, None] * x[i])[..., None] * b[i, :, None]
+    return torch.einsum("hpn,thn->thp", state, c), state
+
+
+def chunk(
+    state: Tensor, x: Tensor, dt: Tensor, b: Tensor, a_H: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y of the last len(c) rows, and the state after all, by matrix products over the rows there are."""
+    decay = (dt * a_H).cumsum(0)
+    own = decay[len(x) - len(c) :]
+    later = torch.arange(len(x)) > torch.arange(len(x) - len(c), len(x))[:, None]
+    apart = (own[:, None] - decay).masked_fill(later[..., None], -torch.inf)
+    w = torch.einsum("ihn,jhn->ijh", c, b) * torch.exp(apart) * dt
+    y = torch.einsum("ijh,jhp->ihp", w, x)
+    y = y + torch.exp(own)[..., None] * torch.einsum("ihn,hpn->ihp", c, state)
+    left = torch.exp(decay[-1] - decay) * dt
+    added = torch.einsum("jhp,jhn,jh->hpn", x, b, left)
+    return y, torch.exp(decay[-1])[:, None, None] * state + added
 
 
 def values(reading: Reading, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from unified_models.formats import FLOAT32_RECORD, Record
+from unified_models.formats import FLOAT32_RECORD, PlainRecord, Record, TailRecord
 
 
 class Slot:
@@ -70,16 +70,41 @@ class Entries(Slot):
 
 
 class State(Slot):
-    """A scan's float32 state at the last multiple of `chunk` tokens, and the inputs since then.
+    """A scan's float32 state at the last multiple of `chunk` tokens, and the inputs of the tokens since.
 
-    shape: (heads, head_dim, state_size). row: float32 values kept for each token of the open chunk.
+    shape: (heads H, head_dim P, state_size N). groups: of b. `open` holds a row for each token: x (H * P values) and
+    b (groups * N) in `record`, then the time steps (H) in float32.
     """
 
-    def __init__(self, shape: tuple[int, int, int], *, chunk: int, row: int) -> None:
-        self.shape, self.chunk, self.row = shape, chunk, row
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        *,
+        groups: int,
+        chunk: int,
+        record: PlainRecord = FLOAT32_RECORD,
+    ) -> None:
+        self.shape, self.groups, self.chunk = shape, groups, chunk
+        H, P, N = shape
+        self.parts = (H * P, groups * N, H)
+        """channels of x, b and the time steps in an open row"""
+        self.open = Rows(sum(self.parts), keep=chunk, record=self._open_record(record))
+
+    def _open_record(self, record: PlainRecord) -> Record:
+        wide = self.parts[-1]
+        return record if record.dtype == FLOAT32_RECORD.dtype else TailRecord(record, wide)
+
+    @property
+    def size(self) -> int:
+        """Values of the state."""
+        H, P, N = self.shape
+        return H * P * N
 
     def layout(self) -> str:
-        return f"state {self.shape}, chunk {self.chunk}, open rows of {self.row}"
+        return f"state {self.shape} float32, chunk {self.chunk}, open {self.open.layout()}"
+
+    def plain(self) -> None:
+        self.open.plain()
 
 
 def slots(model: nn.Module) -> dict[str, Slot]:

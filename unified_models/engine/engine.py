@@ -35,6 +35,8 @@ class Engine:
             multiple of page_tokens, short of the last token, for which everything that later tokens read is still
             there: all closed windows, and the rows within each sliding window.
         page_tokens: tokens of a page.
+        state_slots: sequences whose scan states fit; no more run at a time, the others wait. What they leave unused
+            keeps the states of prefixes. None: twice max_sequences. Only for models with a scan.
         poison: fill pages with NaN patterns when they change hands (a check; it costs time).
         context: what runs a step of the model.
 
@@ -54,6 +56,7 @@ class Engine:
         prefix_cache: bool = True,
         *,
         page_tokens: int = 16,
+        state_slots: int | None = None,
         poison: bool = False,
         context: ContextFactory = LocalContext,
     ) -> None:
@@ -62,6 +65,7 @@ class Engine:
             "step_tokens": step_tokens,
             "max_sequences": max_sequences,
             "page_tokens": page_tokens,
+            "state_slots": 2 * max_sequences if state_slots is None else state_slots,
         }
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
@@ -80,6 +84,8 @@ class Engine:
             page_tokens=page_tokens,
             seats=max_sequences,
             device=self._device,
+            step_tokens=step_tokens,
+            state_slots=sizes["state_slots"],
             poison=poison,
         )
         self._scheduler = Scheduler(self._memory, step_tokens, prefix_cache, self.stats)
@@ -90,7 +96,8 @@ class Engine:
         return (
             f"Engine(cache_tokens={memory.cache_tokens}, step_tokens={scheduler.step_tokens}, "
             f"max_sequences={memory.seats}, prefix_cache={scheduler.prefix_cache}, "
-            f"page_tokens={memory.page_tokens}, poison={memory.poison}, cache_bytes={memory.num_bytes}, "
+            f"page_tokens={memory.page_tokens}, state_slots={memory.state_slots}, poison={memory.poison}, "
+            f"cache_bytes={memory.num_bytes}, "
             f"weight_version={self.stats.weight_version})"
         )
 

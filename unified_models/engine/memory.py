@@ -3,10 +3,9 @@
 Slots that live equally long share a page table: those with the same tokens a page and the same `keep`. Entries lie in
 pages that cover at least one window and are kept until the sequence leaves; their open rows slide like any other Rows.
 
-The seam for State: one more kind of store in `_store`, in a group of its own with a page of `chunk` tokens that holds
-the rows of that chunk and the state after its last token, and keep = chunk + 1. Then the window rule keeps the page
-of the last boundary and that of the open chunk, and a prefix hit ends at a multiple of `chunk` by the rule of
-complete pages.
+A State's open rows and its state lie in pages of one chunk, in a group of their own that slides by chunk + 1 tokens:
+a sequence holds the page of its last boundary, whose state it reads, and the one it fills. A prefix hit ends at a
+complete page, so at a multiple of the chunk. There are pages for `state_slots` sequences, and no more than that run.
 """
 
 from collections.abc import Iterable
@@ -18,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unified_models.context.memory import Readable
-from unified_models.context.slots import Entries, Rows, Slot
+from unified_models.context.slots import Entries, Rows, Slot, State
 from unified_models.context.step import Step
 from unified_models.engine.pool import PagePool
-from unified_models.engine.table import PageTable
+from unified_models.engine.states import StateStore
+from unified_models.engine.table import PageTable, window_pages
 
 Numbers = NDArray[np.int64]
 
@@ -50,7 +50,9 @@ class Store:
 class PagedMemory:
     """Storage for the slots of a model: `seats` sequences, `cache_tokens` tokens in all.
 
-    A single sequence of `cache_tokens` tokens always fits. poison: fill pages with 0xFF when they change hands.
+    A single sequence of `cache_tokens` tokens always fits. state_slots: sequences whose scan states fit, whatever a
+    step of `step_tokens` tokens brings; pages that they do not use keep the states of prefixes. poison: fill pages
+    with NaN when they change hands.
 
     Raises:
         ValueError: a slot of a kind that is not stored here, or a stride that page_tokens does not fit.
@@ -64,22 +66,59 @@ class PagedMemory:
         page_tokens: int,
         seats: int,
         device: torch.device,
+        step_tokens: int,
+        state_slots: int,
         poison: bool = False,
     ) -> None:
         self.page_tokens, self.seats, self.device, self.poison = page_tokens, seats, device, poison
-        self.cache_tokens = cache_tokens
-        self.tables: dict[tuple[int, int | None], PageTable] = {}
+        self.cache_tokens, self._step_tokens, self._state_slots = (
+            cache_tokens,
+            step_tokens,
+            state_slots,
+        )
+        self.tables: dict[tuple[int, int | None, type[Slot]], PageTable] = {}
         self.stores: dict[Slot, Store] = {}
+        self.states: dict[State, StateStore] = {}
         for slot in slots:
             if isinstance(slot, Rows):
                 self._store(slot, slot.dim, stride=1, keep=slot.keep)
             elif isinstance(slot, Entries):
                 self._store(slot, slot.dim, stride=slot.stride, keep=None)
                 self._store(slot.open, slot.open.dim, stride=1, keep=slot.span)
+            elif isinstance(slot, State):
+                self._store_state(slot)
             else:
                 raise ValueError(
-                    f"{slot.path}: the embedded engine stores Rows and Entries, not {type(slot).__name__}"
+                    f"{slot.path}: the embedded engine stores Rows, Entries and States, not {type(slot).__name__}"
                 )
+
+    def _store_state(self, slot: State) -> None:
+        if slot.chunk % self.page_tokens:
+            raise ValueError(
+                f"{slot.path}: a prefix may end after any {self.page_tokens} tokens (page_tokens), but the scan's "
+                f"chunk of {slot.chunk} is no multiple of that"
+            )
+        keep = slot.chunk + 1
+        most = min(
+            window_pages(keep, slot.chunk, self._step_tokens), -(-self.cache_tokens // slot.chunk)
+        )
+        table = self._table(slot.chunk, keep, State, self._state_slots * most)
+        self._add(slot.open, slot.open.dim, table, stride=1)
+        store = self.states[slot] = StateStore(slot, table, self.device)
+        table.pool.scrubs.append(store.scrub)
+
+    @property
+    def state_slots(self) -> int | None:
+        """Sequences that may run at a time for the states they keep; None: the model keeps none."""
+        return self._state_slots if self.states else None
+
+    def _table(self, page_tokens: int, keep: int | None, kind: type[Slot], pages: int) -> PageTable:
+        """The group of slots that live equally long."""
+        table = self.tables.get((page_tokens, keep, kind))
+        if table is None:
+            table = PageTable(PagePool(pages), page_tokens, keep, self.seats, self.cache_tokens)
+            self.tables[page_tokens, keep, kind] = table
+        return table
 
     def _store(self, slot: Rows | Entries, dim: int, *, stride: int, keep: int | None) -> None:
         page_tokens = max(self.page_tokens, stride)
@@ -88,10 +127,11 @@ class PagedMemory:
                 f"{slot.path}: page_tokens {self.page_tokens} and the slot's stride {stride} must be multiples of "
                 f"one another"
             )
-        table = self.tables.get((page_tokens, keep))
-        if table is None:
-            pool = PagePool(-(-self.cache_tokens // page_tokens))
-            table = self.tables[page_tokens, keep] = PageTable(pool, page_tokens, keep, self.seats)
+        pages = -(-self.cache_tokens // page_tokens)
+        self._add(slot, dim, self._table(page_tokens, keep, Rows, pages), stride=stride)
+
+    def _add(self, slot: Rows | Entries, dim: int, table: PageTable, *, stride: int) -> None:
+        page_tokens = table.page_tokens
         rows = table.pool.num_pages * (page_tokens // stride)
         data_RB = torch.zeros(rows, slot.record.size(dim), dtype=torch.uint8, device=self.device)
         store = self.stores[slot] = Store(table, stride, data_RB)
@@ -101,7 +141,8 @@ class PagedMemory:
 
     @property
     def num_bytes(self) -> int:
-        return sum(store.data_RB.numel() for store in self.stores.values())
+        states = sum(store.num_bytes for store in self.states.values())
+        return states + sum(store.data_RB.numel() for store in self.stores.values())
 
     @property
     def used_pages(self) -> int:
@@ -170,15 +211,27 @@ class StepMemory:
     seats_S: Numbers
     _layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
 
-    def rows(self, step: Step, slot: Rows, new_TD: Tensor) -> Readable:
+    def rows(
+        self, step: Step, slot: Rows, new_TD: Tensor, scales_D: Tensor | None = None
+    ) -> Readable:
         """See `context.memory.Memory`."""
-        return self._exchange(step, slot, new_TD)
+        return self._exchange(step, slot, new_TD, scales_D)
 
     def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
         """See `context.memory.Memory`."""
         return self._exchange(step, slot, new_UD)
 
-    def _exchange(self, step: Step, slot: Rows | Entries, new_ND: Tensor) -> Readable:
+    def states(self, step: Step, slot: State) -> Tensor:
+        """See `context.memory.Memory`."""
+        return self.paged.states[slot].read(step, self.seats_S)
+
+    def keep_states(self, step: Step, slot: State, new_UHPN: Tensor) -> None:
+        """See `context.memory.Memory`."""
+        self.paged.states[slot].write(step, self.seats_S, new_UHPN)
+
+    def _exchange(
+        self, step: Step, slot: Rows | Entries, new_ND: Tensor, scales_D: Tensor | None = None
+    ) -> Readable:
         assert step is self.step, "a memory belongs to one step"
         store = self.paged.stores[slot]
         key = (id(store.table), store.stride)
@@ -189,10 +242,9 @@ class StepMemory:
             f"{slot.path}: {tuple(new_ND.shape)} for {len(layout.write_N)} rows of {slot.dim}"
         )
         data_RB = store.data_RB
-        data_RB.index_copy_(0, layout.write_N, slot.record.encode(new_ND))
-        return Readable(
-            slot.record.decode(data_RB.index_select(0, layout.read_R), slot.dim), layout.base_S
-        )
+        data_RB.index_copy_(0, layout.write_N, slot.record.encode(new_ND, scales_D))
+        read_RB = data_RB.index_select(0, layout.read_R)
+        return Readable(slot.record.decode(read_RB, slot.dim, scales_D), layout.base_S)
 
     def _lay_out(self, store: Store) -> Layout:
         past_S = np.array(self.step.past, np.int64)

@@ -46,6 +46,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     reason: str = ""
+    waited: bool = False
+    """had to wait for a place for its scan state"""
 
     def __post_init__(self) -> None:
         self.num_given = len(self.tokens)

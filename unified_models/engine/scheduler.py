@@ -62,7 +62,7 @@ class Scheduler:
             at += 1
         while self.waiting and budget and self._seats:
             request = self.waiting[0]
-            if not self._admit(request):
+            if not self._has_state(request) or not self._admit(request):
                 break
             end = min(request.target, request.computed + budget)
             grown = self.memory.grow(request.seat, end)
@@ -118,6 +118,15 @@ class Scheduler:
         request.state = "waiting"
         self.waiting.appendleft(request)
         self.stats.preemptions += 1
+
+    def _has_state(self, request: Request) -> bool:
+        """Whether a place for its scan state is free; otherwise the request waits for one."""
+        slots = self.memory.state_slots
+        if slots is None or len(self.running) < slots:
+            return True
+        self.stats.waited_for_state += not request.waited
+        request.waited = True
+        return False
 
     def _admit(self, request: Request) -> bool:
         """Give the request a seat and the pages of its longest known prefix, if all it has now can be run."""

@@ -9,8 +9,9 @@ class Stats:
 
     prefix_hits: tokens not run, because their rows were found in memory. tokens_recomputed: tokens run again after a
     preemption or a weight update. mixed_steps: steps in which one sequence continued after a sampled token and
-    another ran given tokens. seconds_logprob: logits and their logprobs; choosing tokens is part of the rest.
-    peak_pages: the most pages in use in a step, over all groups of slots.
+    another ran given tokens. waited_for_state: requests that waited, a seat being free, for a place for their scan
+    state. seconds_logprob: logits and their logprobs; choosing tokens is part of the rest. peak_pages: the most pages
+    in use in a step, over all groups of slots.
     """
 
     prefix_cache: bool
@@ -23,6 +24,7 @@ class Stats:
     tokens_recomputed: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    waited_for_state: int = 0
     updates: int = 0
     peak_pages: int = 0
     seconds_forward: float = 0.0

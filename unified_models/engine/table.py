@@ -10,12 +10,14 @@ class PageTable:
 
     keep: a token reads itself and the keep - 1 tokens before it, so pages wholly older than that go back to the pool
     (None: a sequence keeps all of its pages until it leaves).
-    pages_SK: page of each (seat, number), int64; stale outside of what a seat holds.
+    most_tokens: of a sequence. pages_SK: page of each (seat, number), int64; stale outside of what a seat holds.
     """
 
-    def __init__(self, pool: PagePool, page_tokens: int, keep: int | None, seats: int) -> None:
+    def __init__(
+        self, pool: PagePool, page_tokens: int, keep: int | None, seats: int, most_tokens: int
+    ) -> None:
         self.pool, self.page_tokens, self.keep = pool, page_tokens, keep
-        self.pages_SK = np.zeros((seats, pool.num_pages), np.int64)
+        self.pages_SK = np.zeros((seats, -(-most_tokens // page_tokens)), np.int64)
         self._first = [0] * seats  # number of the oldest page held
         self._held: list[list[int]] = [[] for _ in range(seats)]
         self._named = [0] * seats  # pages of smaller numbers were offered to the pool
@@ -33,7 +35,7 @@ class PageTable:
         most `step_tokens`."""
         most = -(-tokens // self.page_tokens) - self._first[seat]
         if self.keep is not None:
-            most = min(most, -(-(self.keep - 1 + step_tokens) // self.page_tokens) + 1)
+            most = min(most, window_pages(self.keep, self.page_tokens, step_tokens))
         return most - len(self._held[seat])
 
     def grow(self, seat: int, tokens: int) -> None:
@@ -84,3 +86,8 @@ class PageTable:
             self.pool.release(page)
         self._held[seat] = []
         self._first[seat] = self._named[seat] = 0
+
+
+def window_pages(keep: int, page_tokens: int, step_tokens: int) -> int:
+    """The most pages that a sequence of a sliding group holds at a time."""
+    return -(-(keep - 1 + step_tokens) // page_tokens) + 1

@@ -1,4 +1,7 @@
-"""Quantisation of activations in front of an FP8 linear: per token and 128 channels, power-of-two scales."""
+"""Quantisation of activations in front of an FP8 linear.
+
+dynamic: per token and 128 channels, power-of-two scales. static: one float32 scale that a checkpoint brings.
+"""
 
 import torch
 from torch import Tensor
@@ -28,6 +31,11 @@ def dequantized_rows(x_TK: Tensor) -> Tensor:
     codes, scales = quantize_rows(x_TK)
     values: Tensor = codes.unflatten(-1, (-1, GROUP)) * scales[..., None]
     return values.flatten(-2)[..., : x_TK.shape[-1]]
+
+
+def static_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """float32 e4m3 code values of x * (1 / scale), clamped to +-448, as samplers compute it. x: [T, K], scale: []."""
+    return to_e4m3(x.float() * scale.reciprocal()).float()
 
 
 class RoundTrip(torch.autograd.Function):

@@ -26,10 +26,10 @@ class Record(Protocol):
     def size(self, dim: int) -> int:
         """Bytes of one row."""
 
-    def encode(self, rows: Tensor) -> Tensor:
-        """[..., dim] to uint8 [..., size(dim)]."""
+    def encode(self, rows: Tensor, scales: Tensor | None = None) -> Tensor:
+        """[..., dim] to uint8 [..., size(dim)]. scales: float32 [dim], of records that have static ones."""
 
-    def decode(self, data: Tensor, dim: int) -> Tensor:
+    def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
         """uint8 [..., size(dim)] to [..., dim] in the dtype that the forward reads."""
 
 
@@ -43,11 +43,55 @@ class PlainRecord:
     def size(self, dim: int) -> int:
         return dim * self.dtype.itemsize
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, scales: Tensor | None = None) -> Tensor:
         return rows.to(self.dtype).contiguous().view(torch.uint8)
 
-    def decode(self, data: Tensor, dim: int) -> Tensor:
+    def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
         return data.contiguous().view(self.dtype)
+
+
+@dataclass(frozen=True)
+class TailRecord:
+    """All but the last `wide` values in `most`, those in float32. Decodes to float32."""
+
+    most: PlainRecord
+    wide: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.most.name} and {self.wide} float32"
+
+    def size(self, dim: int) -> int:
+        return self.most.size(dim - self.wide) + 4 * self.wide
+
+    def encode(self, rows: Tensor, scales: Tensor | None = None) -> Tensor:
+        head, tail = rows[..., : -self.wide], rows[..., -self.wide :]
+        return torch.cat((self.most.encode(head), FLOAT32_RECORD.encode(tail)), -1)
+
+    def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
+        head, tail = data[..., : -4 * self.wide], data[..., -4 * self.wide :]
+        values = self.most.decode(head, dim - self.wide).float()
+        return torch.cat((values, FLOAT32_RECORD.decode(tail, self.wide)), -1)
+
+
+@dataclass(frozen=True)
+class StaticFP8:
+    """e4m3 codes of value / scale, with one scale a channel that a checkpoint brings: keys and values of ModelOpt's
+    FP8 caches. Decodes to float32 code * scale."""
+
+    name: str = "static_fp8"
+
+    def size(self, dim: int) -> int:
+        return dim
+
+    def encode(self, rows: Tensor, scales: Tensor | None = None) -> Tensor:
+        assert scales is not None, "a static FP8 record needs its scales"
+        return to_e4m3(rows.float() / scales).view(torch.uint8)
+
+    def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
+        assert scales is not None, "a static FP8 record needs its scales"
+        values: Tensor = data.contiguous().view(torch.float8_e4m3fn).float()
+        return values * scales
 
 
 @dataclass(frozen=True)
@@ -71,7 +115,7 @@ class LatentFP8:
             )
         return nope + 2 * self.rope + nope // self.block + 1
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, scales: Tensor | None = None) -> Tensor:
         nope = rows.shape[-1] - self.rope
         values = rows.to(torch.bfloat16)
         blocks = values[..., :nope].float().unflatten(-1, (-1, self.block))
@@ -82,7 +126,7 @@ class LatentFP8:
             (codes.view(torch.uint8), rope, scales, torch.zeros_like(scales[..., :1])), -1
         )
 
-    def decode(self, data: Tensor, dim: int) -> Tensor:
+    def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
         nope = dim - self.rope
         codes, rope, scales, _ = data.split((nope, 2 * self.rope, nope // self.block, 1), -1)
         blocks = (
@@ -104,13 +148,13 @@ class VectorFP8:
     def size(self, dim: int) -> int:
         return dim + 4
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, scales: Tensor | None = None) -> Tensor:
         values = rows.to(torch.bfloat16).float()
         scales = fp8_scales(values.abs().amax(-1))[..., None]
         codes = to_e4m3(values / scales)
         return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), -1)
 
-    def decode(self, data: Tensor, dim: int) -> Tensor:
+    def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
         codes, scales = data.split((dim, 4), -1)
         values: Tensor = codes.contiguous().view(torch.float8_e4m3fn).float()
         row: Tensor = values * scales.contiguous().view(torch.float32)
@@ -121,8 +165,8 @@ FLOAT32_RECORD = PlainRecord("float32", torch.float32)
 BFLOAT16_RECORD = PlainRecord("bfloat16", torch.bfloat16)
 
 
-def round_trip(rows: Tensor, record: Record) -> Tensor:
+def round_trip(rows: Tensor, record: Record, scales: Tensor | None = None) -> Tensor:
     """What a reader gets back for `rows`; the gradient passes straight through."""
     with torch.no_grad():
-        kept = record.decode(record.encode(rows), rows.shape[-1])
+        kept = record.decode(record.encode(rows, scales), rows.shape[-1], scales)
     return apply(RoundTrip, rows, kept)

@@ -4,45 +4,20 @@ One packing rule for every reader: packed = pack(bf16(master)), round to nearest
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unified_models.formats.fp4 import MXFP4, NVFP4
+from unified_models.formats.kinds import Format, Input, Packed
 from unified_models.formats.rounding import (
     AMAX_FLOOR,
     E4M3_MAX,
-    ceil_power_of_two,
     exponent_value,
     fp8_scale_bytes,
     to_e4m3,
 )
-
-Packed = dict[str, Tensor]
-
-
-class Format(Protocol):
-    """A weight format. `pack` and `unpack` work on the last two dimensions; leading ones are stacks."""
-
-    @property
-    def name(self) -> str:
-        """As config readers, errors and reports spell it."""
-
-    @property
-    def activation(self) -> torch.dtype:
-        """dtype of what a linear with this weight returns, unless its caller asks for another."""
-
-    @property
-    def quantizes_input(self) -> bool:
-        """Whether a linear with this weight quantises its input, per token and 128 channels."""
-
-    def pack(self, master: Tensor) -> Packed:
-        """The bytes that the forward reads."""
-
-    def unpack(self, packed: Packed, shape: torch.Size) -> Tensor:
-        """float32 values of the packed bytes, of the master's shape."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +26,7 @@ class Plain:
 
     name: str
     dtype: torch.dtype
-    quantizes_input: bool = False
+    input: Input = "plain"
 
     @property
     def activation(self) -> torch.dtype:
@@ -77,7 +52,7 @@ class BlockFP8:
     power_of_two: bool
     block: int = 128
     activation: torch.dtype = torch.bfloat16
-    quantizes_input: bool = True
+    input: Input = "dynamic"
 
     def pack(self, master: Tensor) -> Packed:
         w = master.to(torch.bfloat16).float()
@@ -101,48 +76,32 @@ class BlockFP8:
         return codes * spread(self.scale_values(packed), self.block, codes.shape)
 
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 @dataclass(frozen=True)
-class MXFP4:
-    """e2m1 codes, two to a byte, low nibble first; one e8m0 scale for each 32 values along K (OCP MX v1.0, 5.3).
+class TensorFP8:
+    """e4m3 codes with one float32 scale for each matrix, max(amax, 1e-10) / 448; the input has one scale, too.
 
-    scale = 2^ceil(log2(max(amax, 1e-10) / 6)), so nothing saturates; codes round to nearest, ties to the even code.
-    Tensors: codes uint8 [..., N, K/2], scales uint8 [..., N, K/32]. A linear reads the values in bf16 (exact) and
-    does not quantise its input (W4A16, what Hopper samplers run).
+    ModelOpt's FP8. Tensors: codes uint8 (e4m3 bytes) [..., N, K], scale float32 [...]. The scale of the input is not
+    packed from the master: it is `Weight.input_scale`, as calibration left it.
     """
 
-    name: str = "mxfp4"
-    group: int = 32
+    name: str = "fp8_tensor"
     activation: torch.dtype = torch.bfloat16
-    quantizes_input: bool = False
+    input: Input = "static"
 
     def pack(self, master: Tensor) -> Packed:
         w = master.to(torch.bfloat16).float()
-        if w.shape[-1] % self.group:
-            raise ValueError(
-                f"mxfp4 needs K a multiple of {self.group}, got a weight of shape {tuple(w.shape)}"
-            )
-        groups = w.unflatten(-1, (-1, self.group))
-        limit = torch.tensor(E2M1[-1], dtype=torch.float32, device=w.device)
-        scales = ceil_power_of_two(groups.abs().amax(-1).clamp_min(AMAX_FLOOR) / limit)
-        codes = _e2m1_codes(groups / exponent_value(scales)[..., None]).flatten(-2)
-        return {"codes": codes[..., 0::2] | (codes[..., 1::2] << 4), "scales": scales}
+        limit = torch.tensor(E4M3_MAX, dtype=torch.float32, device=w.device)
+        scale = w.abs().amax((-2, -1)).clamp_min(AMAX_FLOOR) / limit
+        codes = to_e4m3(w / scale[..., None, None])
+        return {"codes": codes.view(torch.uint8), "scale": scale}
 
     def unpack(self, packed: Packed, shape: torch.Size) -> Tensor:
-        pairs = packed["codes"]
-        codes = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2)
-        table = torch.tensor(
-            E2M1 + tuple(-v for v in E2M1), dtype=torch.float32, device=pairs.device
-        )
-        groups: Tensor = table[codes.long()].unflatten(-1, (-1, self.group))
-        return (groups * exponent_value(packed["scales"])[..., None]).flatten(-2)
+        codes = packed["codes"].view(torch.float8_e4m3fn).float()
+        return codes * packed["scale"][..., None, None]
 
 
-PIECE = (
-    1 << 24
-)  # values packed at a time: a stack of experts would need several times its size at once
+PIECE = 1 << 24
+"""values packed at a time: a stack of experts would need several times its size at once"""
 
 
 def pack_pieces(format: Format, master: Tensor) -> Packed:
@@ -157,19 +116,6 @@ def pack_pieces(format: Format, master: Tensor) -> Packed:
                 packed[name] = piece.new_empty((len(master), *piece.shape[1:]))
             packed[name][start : start + step] = piece
     return packed
-
-
-def _e2m1_codes(x: Tensor) -> Tensor:
-    """4-bit codes (sign bit 3) of float32 x with |x| <= 6; nearest, ties to the even code."""
-    magnitude = x.abs()
-    code = torch.zeros_like(x, dtype=torch.uint8)
-    for i, (low, high) in enumerate(pairwise(E2M1)):
-        middle = (low + high) / 2
-        above = (
-            magnitude >= middle if i % 2 else magnitude > middle
-        )  # an odd lower code loses the tie
-        code += above
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def _blocks(w: Tensor, size: int) -> Tensor:
@@ -190,13 +136,25 @@ BFLOAT16 = Plain("bfloat16", torch.bfloat16)
 FLOAT32 = Plain("float32", torch.float32)
 FP8_UE8M0 = BlockFP8("fp8_ue8m0", power_of_two=True)
 FP8_FLOAT32 = BlockFP8("fp8_float32", power_of_two=False)
-FP4 = MXFP4()
+FP8_TENSOR = TensorFP8()
 
-_ALL: tuple[Format, ...] = (BFLOAT16, FLOAT32, FP8_UE8M0, FP8_FLOAT32, FP4)
+_ALL: tuple[Format, ...] = (
+    BFLOAT16,
+    FLOAT32,
+    FP8_UE8M0,
+    FP8_FLOAT32,
+    FP8_TENSOR,
+    MXFP4(),
+    NVFP4("nvfp4", largest_scale=448),
+    NVFP4("nvfp4_four_over_six", largest_scale=256),
+)
 FORMATS = {format.name: format for format in _ALL}
 
 
-FAMILIES = {"fp8": ("fp8_ue8m0", "fp8_float32")}
+FAMILIES = {
+    "fp8": ("fp8_ue8m0", "fp8_float32"),
+    "nvfp4": ("nvfp4", "nvfp4_four_over_six"),
+}
 """Names that leave a choice to the file: its scales say which member it is. The first is the default."""
 
 

@@ -1,6 +1,7 @@
 """Operators. A model file uses the token-local ones directly; those where tokens meet are reached by the context."""
 
-from unified_models.ops.activation import sigmoid, swiglu
+from unified_models.ops.activation import relu2, sigmoid, silu, softplus, swiglu
+from unified_models.ops.gated_norm import gated_norm
 from unified_models.ops.hyper_connect import (
     hyper_collapse,
     hyper_expand,
@@ -13,13 +14,17 @@ from unified_models.ops.router_scores import sqrt_softplus
 
 __all__ = [
     "Rope",
+    "gated_norm",
     "hyper_collapse",
     "hyper_expand",
     "hyper_maps",
     "hyper_normalize",
+    "relu2",
     "rms_norm",
     "rope",
     "sigmoid",
+    "silu",
+    "softplus",
     "sqrt_softplus",
     "swiglu",
 ]

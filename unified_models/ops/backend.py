@@ -10,11 +10,14 @@ from unified_models.ops.linear.probe import NotExactError, probe
 
 OPERATORS = (
     "activation",
+    "attend",
     "attend_latent",
     "choose",
     "combine",
     "compress",
+    "conv",
     "embed",
+    "gated_norm",
     "grouped_linear",
     "hyper_connect",
     "linear",
@@ -22,6 +25,7 @@ OPERATORS = (
     "rms_norm",
     "rope",
     "router_scores",
+    "scan",
     "select",
 )
 BACKENDS = {"cpu": dict.fromkeys(OPERATORS, "cpu")}

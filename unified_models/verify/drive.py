@@ -50,6 +50,7 @@ def drive(
 def _memory(watch: Watch, sequences: Sequence[Sequence[int]]) -> PagedMemory:
     """Room for all of them, poisoned."""
     slots = list(watch.model.slots().values())
+    longest = max(len(s) for s in sequences)
     page = max([16, *(getattr(slot, "stride", 1) for slot in slots)])
     return PagedMemory(
         slots,
@@ -57,6 +58,8 @@ def _memory(watch: Watch, sequences: Sequence[Sequence[int]]) -> PagedMemory:
         page_tokens=16,
         seats=len(sequences),
         device=next(watch.model.parameters()).device,
+        step_tokens=longest,
+        state_slots=len(sequences),
         poison=True,
     )
 

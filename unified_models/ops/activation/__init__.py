@@ -41,6 +41,19 @@ class _Silu(torch.autograd.Function):
         return dx
 
 
+class _Softplus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        dx: Tensor = grads[0] / (1 + torch.exp(-x))
+        return dx
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), x in float32 or float64."""
     return apply(_Sigmoid, x)
@@ -49,6 +62,17 @@ def sigmoid(x: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)), x in float32 or float64."""
     return apply(_Silu, x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) by log1p; x itself above 20. x in float32 or float64."""
+    return apply(_Softplus, x)
+
+
+@operator
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 in float32, one rounding to x's dtype (So et al. 2021, Primer)."""
+    return x.float().relu().square().to(x.dtype)
 
 
 @operator

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.attend_latent import cpu
+from unified_models.ops.attend import cpu
 from unified_models.ops.blocks import BLOCK
 from unified_models.ops.operator import operator
 
@@ -23,13 +23,15 @@ class _AttendLatent(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_THD, rows_RD, sinks_H, index_TN)
         ctx.scale = scale
-        return cpu.forward(q_THD, rows_RD, index_TN, sinks_H, scale).to(q_THD.dtype)
+        return cpu.forward(q_THD, rows_RD, rows_RD, index_TN, sinks_H, scale).to(q_THD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, rows, sinks, index = ctx.saved_tensors
-        dq, drows, dsinks = cpu.backward(grads[0].float(), q, rows, index, sinks, ctx.scale)
-        return dq.to(q.dtype), drows.to(rows.dtype), dsinks, None, None
+        dq, dkeys, dvalues, dsinks = cpu.backward(
+            grads[0].float(), q, rows, rows, index, sinks, ctx.scale
+        )
+        return dq.to(q.dtype), (dkeys + dvalues).to(rows.dtype), dsinks, None, None
 
 
 @operator

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.formats.activations import dequantized_rows
 from unified_models.ops.linear import cpu
 from unified_models.ops.operator import operator
 from unified_models.weight import Reading
@@ -54,10 +53,9 @@ class _GroupedLinear(torch.autograd.Function):
             for e, span in _spans(ctx.counts):
                 dx[span] = (dy[span] @ w[e]).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            seen = dequantized_rows(x) if reading.format.quantizes_input else x.float()
             dw = torch.zeros(reading.shape, dtype=reading.weight.master.dtype)  # type: ignore[union-attr]
             for e, span in _spans(ctx.counts):
-                dw[e] = dy[span].T @ seen[span]
+                dw[e] = dy[span].T @ reading.seen(x[span], e)
         return dx, dw, None, None, None
 
 
@@ -73,7 +71,7 @@ def grouped_linear(x_PK: Tensor, counts_E: Sequence[int], *readings: Reading) ->
         check(x_PK, counts_E, reading)
     return tuple(
         apply(_GroupedLinear, x_PK, reading.master, reading, rows, counts_E)
-        for reading, rows in zip(readings, cpu.inputs(x_PK, readings), strict=True)
+        for reading, rows in zip(readings, cpu.inputs(x_PK, readings, counts_E), strict=True)
     )
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.formats.activations import dequantized_rows
 from unified_models.ops.linear import cpu
 from unified_models.ops.operator import operator
 from unified_models.weight import Reading
@@ -23,7 +22,7 @@ class _Linear(torch.autograd.Function):
         groups = reading.weight.groups
         if groups == 1:
             return cpu.product(rows, w, 0).to(dtype)
-        parts = [cpu.product(rows.rows((slice(None), g)), w, g) for g in range(groups)]  # type: ignore[arg-type]
+        parts = [cpu.product(rows.rows((slice(None), g)), w, g) for g in range(groups)]
         return torch.stack(parts, 1).to(dtype)
 
     @staticmethod
@@ -43,7 +42,7 @@ class _Linear(torch.autograd.Function):
             )
             dx = dx.to(x.dtype)
         if ctx.needs_input_grad[1]:
-            seen = dequantized_rows(x) if reading.format.quantizes_input else x.float()
+            seen = reading.seen(x)
             dw = (
                 dy.T @ seen if groups == 1 else torch.einsum("tgn,tgk->gnk", dy, seen).flatten(0, 1)
             )

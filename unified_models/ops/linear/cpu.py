@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unified_models.formats.activations import GROUP, quantize_rows
-from unified_models.formats.weights import BlockFP8, spread
+from unified_models.formats.activations import GROUP, quantize_rows, static_codes
+from unified_models.formats.fp4 import NVFP4
+from unified_models.formats.weights import BlockFP8, TensorFP8, spread
 from unified_models.weight import Reading
 
 TILE = 16
@@ -36,13 +37,15 @@ def tiled_mm(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Operand:
-    """A weight as the tiles read it: a stack of matrices, and for FP8 one scale a row and 128-block of K.
+    """A weight as the tiles read it: a stack of matrices, and what scales their products.
 
-    w: [G, N', K] float32; FP8: codes [G, K'/128, N', 128]. scales: None or [G, K'/128, N'].
+    w: [G, N', K] float32; block FP8: codes [G, K'/128, N', 128]. scales: None or, of block FP8, [G, K'/128, N'].
+    outer: None or [G], applied to the whole sum: per-tensor FP8's two scales, NVFP4's global one.
     """
 
     w: Tensor
     scales: Tensor | None
+    outer: Tensor | None
     N: int
 
 
@@ -52,9 +55,23 @@ def operand(reading: Reading) -> Operand:
     stack = reading.weight.groups if len(shape) == 2 else shape[0]
     N = shape[-2] // stack if len(shape) == 2 else shape[-2]
     pad_n = -N % TILE
-    if not isinstance(fmt, BlockFP8):
-        w = reading.dequantized().view(stack, N, shape[-1])
-        return Operand(F.pad(w, (0, 0, 0, pad_n)).contiguous(), None, N)
+    if isinstance(fmt, BlockFP8):
+        return block_operand(reading, fmt, stack, N)
+    outer = None
+    if isinstance(fmt, TensorFP8):
+        values = reading.packed["codes"].view(torch.float8_e4m3fn).float()
+        outer = reading.packed["scale"] * reading.input_scale
+    elif isinstance(fmt, NVFP4):
+        values, outer = fmt.scaled_codes(reading.packed), reading.packed["global"]
+    else:
+        values = reading.dequantized()
+    w = F.pad(values.view(stack, N, shape[-1]), (0, 0, 0, pad_n)).contiguous()
+    return Operand(w, None, None if outer is None else outer.expand(stack), N)
+
+
+def block_operand(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> Operand:
+    """Codes cut into their 128-blocks of K, and a scale for each row and block."""
+    shape, pad_n = reading.shape, -N % TILE
     codes = reading.packed["codes"].view(torch.float8_e4m3fn).float().view(stack, N, -1)
     codes = F.pad(codes, (0, -shape[-1] % GROUP, 0, pad_n)).unflatten(-1, (-1, GROUP))
     scales = fmt.scale_values(reading.packed)
@@ -62,39 +79,55 @@ def operand(reading: Reading) -> Operand:
         ..., :: fmt.block
     ]
     rows = F.pad(rows.reshape(stack, N, -1), (0, 0, 0, pad_n))
-    return Operand(codes.transpose(1, 2).contiguous(), rows.transpose(1, 2).contiguous(), N)
+    return Operand(codes.transpose(1, 2).contiguous(), rows.transpose(1, 2).contiguous(), None, N)
 
 
 @dataclass(frozen=True)
 class Input:
-    """Rows as the tiles read them: plain float32 [..., K], or e4m3 code values and a scale for each 128 of K."""
+    """Rows as the tiles read them: float32 [..., K], values or e4m3 code values, and a scale for each 128 of K if the
+    codes have one."""
 
     x: Tensor
     scales: Tensor | None
 
-    def rows(self, index: slice | Tensor) -> "Input":
+    def rows(self, index: slice | tuple[slice, int]) -> "Input":
         return Input(self.x[index], None if self.scales is None else self.scales[index])
 
 
-def prepare(x: Tensor, *, quantize: bool) -> Input:
-    """x: [..., K] of any float dtype."""
-    return Input(*quantize_rows(x)) if quantize else Input(x.float(), None)
+def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | None = None) -> Input:
+    """x as the weight's product reads it: [..., K] of any float dtype. counts_E: rows of each matrix of a stack, if x
+    is sorted by them."""
+    if reading.format.input == "dynamic":
+        return Input(*quantize_rows(x))
+    if reading.format.input == "plain":
+        return Input(x.float(), None)
+    scale = reading.input_scale
+    if counts_E is not None:
+        counts = torch.tensor(counts_E, dtype=torch.int64, device=x.device)
+        scale = scale.repeat_interleave(counts)[:, None]
+    return Input(static_codes(x, scale), None)
 
 
-def inputs(x: Tensor, readings: Sequence[Reading]) -> list[Input]:
-    """x as each weight's product reads it; quantised once for all that ask for it."""
-    made: dict[bool, Input] = {}
+def inputs(
+    x: Tensor, readings: Sequence[Reading], counts_E: Sequence[int] | None = None
+) -> list[Input]:
+    """x as each weight's product reads it; prepared once for all that see it alike."""
+    made: dict[str, Input] = {}
+    outs = []
     for reading in readings:
-        quantize = reading.format.quantizes_input
-        if quantize not in made:
-            made[quantize] = prepare(x.detach(), quantize=quantize)
-    return [made[reading.format.quantizes_input] for reading in readings]
+        kind = reading.format.input
+        if kind == "static" or kind not in made:  # a static scale is the weight's own
+            made[kind] = prepare(x.detach(), reading, counts_E)
+        outs.append(made[kind])
+    return outs
 
 
 def product(rows: Input, w: Operand, g: int) -> Tensor:
-    """rows @ w[g].T, float32 [T, N]. FP8: each 128-block's product of codes is scaled, then added in block order."""
+    """rows @ w[g].T, float32 [T, N]. Block FP8: each 128-block's product of codes is scaled, then added in block order.
+    An outer scale multiplies the sum."""
     if w.scales is None or rows.scales is None:
-        return tiled_mm(rows.x, w.w[g])[:, : w.N]
+        out = tiled_mm(rows.x, w.w[g])[:, : w.N]
+        return out if w.outer is None else out * w.outer[g]
     total: Tensor | None = None
     for b in range(w.w.shape[1]):
         part = tiled_mm(rows.x[:, b * GROUP : (b + 1) * GROUP], w.w[g, b])

@@ -1,0 +1,22 @@
+"""RMSNorm over groups of channels, behind a gate."""
+
+import torch
+from torch import Tensor
+
+from unified_models.ops.activation import silu
+from unified_models.ops.operator import operator
+from unified_models.ops.rounded import rounded
+
+
+@operator
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, groups: int) -> Tensor:
+    """v = x * silu(gate); v * rsqrt(mean(v^2 within its group) + eps), rounded to x's dtype, then * weight, rounded.
+
+    x, gate: [..., N], N a multiple of groups (ValueError otherwise); weight: float32 [N]. float32 but for the two
+    roundings, which is what samplers do.
+    """
+    if x.shape[-1] % groups:
+        raise ValueError(f"{x.shape[-1]} channels do not divide into {groups} groups")
+    v = (x.float() * silu(gate.float())).contiguous().unflatten(-1, (groups, -1))
+    y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    return (weight * rounded(y.flatten(-2), x.dtype)).to(x.dtype)
