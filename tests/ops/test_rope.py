@@ -29,6 +29,24 @@ def test_rope_and_backward(check_gradients, shape, dtype: torch.dtype, inverse: 
     )
 
 
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+def test_halves_and_backward(check_gradients, inverse: bool) -> None:
+    """Dims (i, i + dim / 2) are a pair: the interleaved reference, with the dims in another order."""
+    positions_T = torch.tensor([0, 1, 5, 63, 20])
+    table = Rope(8, 10000.0, halves=True)
+    pairs = torch.arange(8).view(2, 4).T.flatten()  # 0 4 1 5 2 6 3 7
+    order = torch.cat((torch.arange(3), 3 + pairs))
+
+    def halves(x: Tensor) -> Tensor:
+        turned = reference(x[..., order], positions_T, frequencies(table, CPU), inverse=inverse)
+        return turned[..., order.argsort()]
+
+    x = torch.randn(5, 2, 11).requires_grad_()
+    check_gradients(
+        lambda: rope(x, positions_T, table, inverse=inverse), halves, {"x": x}, terms=2 * 63
+    )
+
+
 def test_reference_gradient_by_finite_differences() -> None:
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     f = frequencies(PLAIN, CPU)

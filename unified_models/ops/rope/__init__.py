@@ -1,4 +1,4 @@
-"""Rotary position embedding on the last dims of a row, interleaved pairs (2i, 2i + 1)."""
+"""Rotary position embedding on the last dims of a row."""
 
 import functools
 import math
@@ -14,6 +14,8 @@ from unified_models.ops.operator import operator
 class Rope:
     """Angle of pair i at position t: t * frequency_i, frequency_i = theta^(-2i / dim), stretched by YaRN if `factor`.
 
+    Pair i is dims (2i, 2i + 1), or (i, i + dim / 2) with `halves`.
+
     YaRN (Peng et al. 2023, 3.2) without a temperature: pairs that turn more than `beta_fast` times over
     `original_max_position_embeddings` tokens keep their frequency, those below `beta_slow` are divided by `factor`.
     """
@@ -24,6 +26,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     original_max_position_embeddings: int = 0
+    halves: bool = False
 
 
 @functools.lru_cache(maxsize=32)
@@ -64,6 +67,7 @@ def rope(
     sin = -sin if inverse else sin
     dtype = dtype or x.dtype
     still, turned = x[..., : -rope.dim], x[..., -rope.dim :].float()
-    even, odd = turned[..., 0::2], turned[..., 1::2]
-    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((still.to(dtype), pairs.to(dtype)), -1)
+    a, b = turned.chunk(2, -1) if rope.halves else (turned[..., 0::2], turned[..., 1::2])
+    pairs = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.cat(pairs, -1) if rope.halves else torch.stack(pairs, -1).flatten(-2)
+    return torch.cat((still.to(dtype), turned.to(dtype)), -1)
