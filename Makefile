@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml .ci/setup
 
 setup: $(VENV)/.ready ## the virtual environment (VENV=.venv, PYTHON=python3, TORCH=2.13.0)
 
-demo: $(VENV)/.ready ## generate with a tiny model, and compare every logprob with the training forward
+demo: $(VENV)/.ready ## generate with tiny models, and compare every logprob with the training forward
 	$(VENV)/bin/unified-models demo
 
 test: lint ## lint, types and all tests (JOBS=2, PYTEST_ARGS="-k rope")
@@ -30,6 +30,7 @@ lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
 
 bench: $(VENV)/.ready ## times of work that was first shown right
 	$(VENV)/bin/unified-models bench
+	$(VENV)/bin/unified-models bench --scan
 
 clean: ## remove caches and builds; the virtual environment stays
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,5 +1,6 @@
 """The command line: what it explains, what it prints, what it refuses, and with which exit status."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typer.testing import CliRunner, Result
 
 import unified_models as um
 from unified_models import cli, demo, verify
+from unified_models.registry import find
 from unified_models.verify import Comparison, bits
 
+CONFIGS = Path(__file__).parent.parent / "configs"
+MIXED = CONFIGS / "tiny/nemotron_h_mixed.json"
 COMMANDS = ("demo", "tiny", "inspect", "generate", "verify", "bench")
 UNEQUAL = Comparison(3, 1, ((0,), 1, 2))
 
@@ -59,6 +63,43 @@ def test_tiny(folder: Path, tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "same" / file.name).read_bytes(), file.name
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with a scan and three number formats, made by the command from a file."""
+    path = tmp_path_factory.mktemp("cli") / "hybrid"
+    result = run("tiny", "nemotron_h", path, "--config", MIXED, "--seed", 7)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_tiny_from_a_config(hybrid: Path, tmp_path: Path) -> None:
+    wanted = find("nemotron_h").Config.from_json(json.loads(MIXED.read_text()))
+    assert um.load(hybrid).config == wanted
+    changed = tmp_path / "changed"
+    options = ("--config", MIXED, "--set", "chunk_size=32", "--set", "time_step_limit=[0,Infinity]")
+    result = run("tiny", "nemotron_h", changed, *options)
+    assert result.exit_code == 0, result.output
+    assert um.load(changed).config == dataclasses.replace(wanted, chunk_size=32)
+
+
+def test_inspect_of_mixed_formats_D21(hybrid: Path) -> None:
+    """One decision a tensor: its format, and what reads it."""
+    every = run("inspect", hybrid, "--every", "--no-values")
+    assert every.exit_code == 0, every.output
+    lines = {line.split()[0]: line for line in every.stdout.splitlines() if " blocks." in line}
+    mixer = "backbone.layers.{}.mixer.{}"
+    for layer, name, format_ in (
+        (0, "in_proj.weight", "fp8_tensor"),
+        (1, "experts.7.down_proj.weight", "nvfp4"),
+        (4, "shared_experts.up_proj.weight", "nvfp4"),
+        (1, "gate.weight", "bfloat16"),
+        (2, "conv1d.weight", "bfloat16"),
+        (2, "A_log", "float32"),
+        (3, "q_proj.weight", "bfloat16"),
+    ):
+        assert format_ in lines[mixer.format(layer, name)].split()
+
+
 def test_inspect(folder: Path) -> None:
     result = run("inspect", folder)
     assert result.exit_code == 0
@@ -94,6 +135,16 @@ def test_generate_json(folder: Path) -> None:
         assert bits(told, lps.detach()[len(record["prompt"]) - 1 :]) == Comparison(5, 0)
 
 
+def test_generate_with_few_states_D23(hybrid: Path) -> None:
+    """Requests wait for a place for their state, and sample the same."""
+    prompts = [arg for i in range(3) for arg in ("--prompt", f"{i} 2 3 " * 6)]
+    options = (hybrid, *prompts, "--max-tokens", 5)
+    assert generated(*options, "--state-slots", 1) == generated(*options)
+    told = run("generate", *options, "--state-slots", 2).stderr
+    assert "1 had to wait for a place for their state" in told
+    assert "wait" not in run("generate", *options).stderr
+
+
 def test_generate_from_file(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('[1, 2, 3]\n\n{"prompt": [4, 5]}\n')
@@ -127,6 +178,24 @@ def test_false_on_the_command_line_is_false(folder: Path) -> None:
 WRONG = {
     "unknown architecture": (["tiny", "deepseek", "{new}"], "unknown architecture 'deepseek'"),
     "unknown key": (["tiny", "deepseek_v4", "{new}", "--set", "x=1"], "unknown key 'x' = 1"),
+    "key of the function": (["tiny", "nemotron_h", "{new}", "--set", "seed=1"], "key 'seed' = 1"),
+    "contradiction": (
+        ["tiny", "nemotron_h", "{new}", "--set", "num_hidden_layers=3"],
+        "num_hidden_layers = 3, layers_given = 6",
+    ),
+    "another model": (
+        ["tiny", "deepseek_v4", "{new}", "--config", str(MIXED)],
+        f"{MIXED}: model_type = 'nemotron_h', not 'deepseek_v4'",
+    ),
+    "no config": (["tiny", "nemotron_h", "{new}", "--config", "{new}"], "no such file"),
+    "a whole release": (
+        ["tiny", "nemotron_h", "{new}", "--config", str(CONFIGS / "nemotron_3_nano_30b.json")],
+        "31,577,940,288 parameters, and a tiny model has at most 1,000,000,000",
+    ),
+    "state slots": (
+        ["generate", "{folder}", "--prompt", "1", "--state-slots", "0"],
+        "state_slots must be an int of at least 1, got 0",
+    ),
     "no assignment": (["tiny", "deepseek_v4", "{new}", "--set", "x"], "expected KEY=VALUE"),
     "folder in use": (["tiny", "deepseek_v4", "{folder}"], "holds files already"),
     "no checkpoint": (["inspect", "{new}"], "config.json: no such file"),

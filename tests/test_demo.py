@@ -1,12 +1,16 @@
 """The demo, with small numbers: what it compares, what it reports, and that its updates are real."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from unified_models import cli, registry
-from unified_models.demo import Demo, Row, Settings, make_prompts, make_samplings, run
+from unified_models.demo import Demo, Row, Settings, filled, make_prompts, make_samplings, run
+from unified_models.engine import Output
+from unified_models.registry import find
 from unified_models.verify import Comparison
 
 SMALL = Settings(samples=1, tokens=6, updates=2)
@@ -43,6 +47,36 @@ def test_command(name: str) -> None:
     assert name in result.output
     assert "reward" in result.output
     assert "version 1" in result.output
+
+
+def test_prompts_and_chunks() -> None:
+    """Rollouts of every prompt fill a chunk of 16 while they sample: a state moves by rows and by whole chunks."""
+    settings = Settings()
+    prompts = make_prompts(512, settings)
+    samplings = make_samplings(len(prompts), 0, settings)
+    outs = [Output([0] * s.max_tokens, torch.zeros(0), [], "length") for s in samplings]
+    model = find("nemotron_h").Model(find("nemotron_h").Config.tiny())
+    crossed = {}
+    for prompt, out in zip(prompts, outs, strict=True):
+        run_rows = range(len(prompt), len(prompt) + len(out.ids) - 1)
+        full = sum((position + 1) % 16 == 0 for position in run_rows)
+        assert filled(model, [prompt], [out]) == full
+        crossed[len(prompt)] = crossed.get(len(prompt), 0) + full
+    assert filled(model, prompts, outs) == sum(crossed.values())
+    assert len(crossed) == 4 and min(crossed.values()) > 0, crossed
+    other = find("deepseek_v4")
+    assert filled(other.Model(other.Config.tiny()), prompts, outs) == 0
+
+
+def test_nemotron_h(tmp_path: Path) -> None:
+    rows = list(run("nemotron_h", tmp_path / "m", Settings(samples=2, tokens=20, updates=1)))
+    assert [row.exact.unequal for row in rows] == [0, 0]
+    assert all(row.exact.compared > 50 and row.chunks > 0 for row in rows)
+    assert all(row.plain.unequal > row.plain.compared // 2 for row in rows), "decode by recurrence"
+    assert rows[1].reward != rows[0].reward
+    story = Demo("nemotron_h", rows).story()
+    assert f"filled {sum(row.chunks for row in rows)} chunks of the scan" in story
+    assert "chunks of the scan" not in Demo("m", [replace(row, chunks=0) for row in rows]).story()
 
 
 def test_not_ok() -> None:

@@ -1,13 +1,23 @@
 """What two sides print about themselves, and what a process is refused for."""
 
+import hashlib
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 import unified_models as um
+from unified_models import formats
+from unified_models.context import BFLOAT16_RECORD, Rows
 from unified_models.context.local import LocalContext
 from unified_models.context.step import Step
 from unified_models.fingerprint import Fingerprint
 from unified_models.ops.linear.probe import NotExactError
+from unified_models.registry import find
+from unified_models.tiny import randomize
+
+CONFIGS = Path(__file__).parent.parent / "configs/tiny"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +50,60 @@ def test_kernel_files_are_listed_with_their_hashes(folder):
     kernels = Fingerprint.of(um.load(folder)).kernels
     assert "ops/linear/cpu.py" in kernels and "context/lists.py" in kernels
     assert not any("reference" in name for name in kernels)
+
+
+def hybrid(**changes):
+    """A model with a scan and three number formats."""
+    module = find("nemotron_h")
+    raw = json.loads((CONFIGS / "nemotron_h_mixed.json").read_text())
+    model = module.Model(module.Config.from_json(raw | changes))
+    randomize(model, 0)
+    return model
+
+
+def changed(path, **values):
+    """A change to the one slot or weight that ends in `path`; the config stays."""
+
+    def change(model):
+        parts = dict(model.weights()) | model.slots()
+        (found,) = (part for name, part in parts.items() if name.endswith(path))
+        for name, value in values.items():
+            setattr(found, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed("blocks.0.mixer.state", chunk=32),
+        changed("blocks.0.mixer.state", open=Rows(264, keep=16)),
+        changed("blocks.3.mixer.keys_values", record=BFLOAT16_RECORD),
+        changed("blocks.0.mixer.in_proj", format=formats.find("bfloat16")),
+        changed("blocks.0.mixer.in_proj.input_scale", format=formats.find("bfloat16")),
+        changed("blocks.1.mixer.experts.up", format=formats.find("nvfp4_four_over_six")),
+        changed("blocks.3.mixer.k_scale", format=formats.find("bfloat16")),
+    ],
+    ids=lambda change: "-".join(str(c.cell_contents) for c in change.__closure__)[:40],
+)
+def test_every_slot_and_format_is_in_the_contract(change):
+    mine, theirs = hybrid(), hybrid()
+    Fingerprint.of(theirs).require_same(Fingerprint.of(mine))
+    change(theirs)
+    with pytest.raises(ValueError, match=r"contract: \w+ here, \w+ there"):
+        Fingerprint.of(mine).require_same(Fingerprint.of(theirs))
+
+
+def test_every_operator_and_format_file_is_listed():
+    """Found by looking: each Python file of an operator or a format, references aside."""
+    root = Path(um.__file__).parent
+    kernels = Fingerprint.of(hybrid()).kernels
+    for folder in ("ops", "formats"):
+        files = [p for p in (root / folder).rglob("*.py") if p.name != "reference.py"]
+        assert {str(p.relative_to(root)) for p in files} <= kernels.keys()
+    for name in ("ops/scan/grid.py", "ops/attend/cpu.py", "ops/rounded.py", "formats/fp4.py"):
+        digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
+        assert digest.startswith(kernels[name]) and len(kernels[name]) == 16
 
 
 def test_a_device_without_exact_backend_is_refused():

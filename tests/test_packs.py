@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +10,17 @@ import torch
 import unified_models as um
 from unified_models import verify
 
-SIZES = {"num_hidden_layers": 4, "compress_ratios": [0, 4, 8, 4], "num_hash_layers": 2}
+MIXED = Path(__file__).parent.parent / "configs/tiny/nemotron_h_mixed.json"
+MODELS = {
+    "deepseek_v4": {"num_hidden_layers": 4, "compress_ratios": [0, 4, 8, 4], "num_hash_layers": 2},
+    "nemotron_h": {"config": MIXED},
+}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packs") / "v4"
-    um.make_tiny("deepseek_v4", folder, seed=3, **SIZES)
+@pytest.fixture(scope="module", params=MODELS)
+def folder(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("packs") / request.param
+    um.make_tiny(request.param, folder, seed=3, **MODELS[request.param])
     return folder
 
 
@@ -29,6 +34,31 @@ def test_empty_sequences_take_nothing_of_their_neighbours_F02(folder, lengths):
     compared = verify.bits(packed, alone)
     assert compared.unequal == 0 and compared.compared == sum(max(n - 1, 0) for n in lengths)
     assert [len(v) for v in um.Engine(model).score(sequences)] == [len(v) for v in packed]
+
+
+def test_a_document_leaves_nothing_to_the_next_F01(folder):
+    """1, 0, 129 and 3 tokens in one pack: each as alone, whatever is in front of it, in values and gradients."""
+    model = um.load(folder)
+    documents = [
+        [(11 * i + 5 * j + 3) % 512 for j in range(n)] for i, n in enumerate((1, 0, 129, 3))
+    ]
+    others = [[9], [], [(i * i) % 512 for i in range(129)], documents[3]]
+    packed, changed = um.logprobs(model, documents), um.logprobs(model, others)
+    alone = [um.logprobs(model, [document])[0] for document in documents]
+    compared = verify.bits(packed, alone)
+    assert (compared.unequal, compared.compared) == (0, 128 + 2)
+    assert verify.bits(packed[3:], changed[3:]).unequal == 0
+    assert verify.bits(packed[2:3], changed[2:3]).unequal > 0, "the control"
+    grads = []
+    for values in (packed[3], changed[3], alone[3]):
+        model.zero_grad()
+        values.sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(grads[0]) > 20 and sum(grad.count_nonzero() for grad in grads[0]) > 1000
+    for one, other in zip(grads[0], grads[1], strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(grads[0], grads[2], strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_gradients_of_a_pack_with_empty_sequences_F02(folder):

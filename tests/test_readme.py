@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from unified_models import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
@@ -31,3 +34,15 @@ def test_make_targets_exist(page: str) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named
     assert named <= targets
+
+
+def test_commands_and_options_exist() -> None:
+    lines = re.findall(
+        r"^unified-models (\w+)(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len({command for command, _ in lines}) == len(cli.app.registered_commands)
+    told = [(command, option) for command, rest in lines for option in re.findall(r"--\w+", rest)]
+    assert ("bench", "--scan") in told
+    for command, option in told:
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [command, "--help"])
+        assert shown.exit_code == 0 and option in shown.output, (command, option)

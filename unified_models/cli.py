@@ -120,6 +120,10 @@ def demo(
 def tiny(
     name: Annotated[str, typer.Argument(help="An architecture.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A config.json to start from; default: the smallest."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Another value (JSON) in config.json."),
@@ -128,11 +132,16 @@ def tiny(
 ) -> None:
     """Make a small random checkpoint: every part of the architecture, official tensor names, any machine's bytes.
 
-    Example: unified-models tiny deepseek_v4 /tmp/v4 --set num_hidden_layers=4 --set expert_dtype=null
-    """
-    from unified_models.tiny import make_tiny
+    In configs/tiny/ are others than the smallest: number formats as released (nemotron_h_mixed.json), experts in a
+    latent space (nemotron_h_latent.json), long chunks (nemotron_h_q128.json), and more.
 
-    make_tiny(name, folder, seed=seed, **dict(_assignments(changes or [])))
+    Example: unified-models tiny deepseek_v4 /tmp/v4 --set num_hidden_layers=4 --set expert_dtype=null
+
+    Example: unified-models tiny nemotron_h /tmp/nemotron --config configs/tiny/nemotron_h_mixed.json
+    """
+    from unified_models.tiny import write_tiny
+
+    write_tiny(name, folder, dict(_assignments(changes or [])), seed=seed, config=config)
     size = sum(path.stat().st_size for path in folder.iterdir())
     Console(soft_wrap=True).print(f"{folder}: {name}, {size / 1e6:.1f} MB", highlight=False)
 
@@ -195,6 +204,13 @@ def generate(
     cache_tokens: Annotated[int, typer.Option(help="Memory of all running sequences.")] = 4096,
     step_tokens: Annotated[int, typer.Option(help="Run in one step.")] = 64,
     max_sequences: Annotated[int, typer.Option(help="Run in one step.")] = 16,
+    state_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences whose scan states fit; the others wait. Of models with a scan.",
+            show_default="twice max-sequences",
+        ),
+    ] = None,
     numerics: Numerics = "deployed",
 ) -> None:
     """Sample from a checkpoint, with the exact logprob of every token.
@@ -209,10 +225,10 @@ def generate(
     given = [*map(_ids, prompt or []), *(_prompts_of(prompts) if prompts else [])]
     if not given:
         raise ValueError("nothing to generate from: give --prompt or --prompts")
-    stop_ids = tuple(stop or ())
-    sampling = Sampling(max_tokens, temperature, seed, stop_ids=stop_ids)
+    sampling = Sampling(max_tokens, temperature, seed, stop_ids=tuple(stop or ()))
     model = load(folder, numerics=numerics)
-    engine = Engine(model, cache_tokens, step_tokens, max_sequences, prefix_cache)
+    sizes = (cache_tokens, step_tokens, max_sequences, prefix_cache)
+    engine = Engine(model, *sizes, state_slots=state_slots)
     outs = engine.generate(given, sampling)
     if as_json:
         for ids, out in zip(given, outs, strict=True):
@@ -220,9 +236,11 @@ def generate(
         return
     _print_samples(given, outs)
     stats = engine.stats
-    Console(stderr=True).print(
+    waited = f", {stats.waited_for_state} had to wait for a place for their state"
+    Console(stderr=True, soft_wrap=True).print(
         f"{stats.tokens_sampled} tokens sampled and {stats.tokens} run in {stats.steps} steps, "
-        f"{stats.prefix_hits} found in the prefix cache; {stats.seconds_total:.2f} s",
+        f"{stats.prefix_hits} found in the prefix cache{waited if stats.waited_for_state else ''}; "
+        f"{stats.seconds_total:.2f} s",
         highlight=False,
     )
 
@@ -324,6 +342,9 @@ def verify(
 @app.command()
 def bench(
     architecture: Architectures = None,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="No models: the scan alone, decoded and by chunks.")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; medians.")] = 5,
     numerics: Numerics = "deployed",
     threads: Threads = 1,
@@ -333,24 +354,27 @@ def bench(
     """Times of work that was first shown right: decode, prefill, training, the engine's own share, its memory.
 
     Tiny models on the CPU. Nothing is timed before the engine's logprobs have the bits of the training forward; exit
-    status 1 if they do not.
+    status 1 if they do not. With --scan: Mamba-2's scan at chunks of 16 to 256 tokens, a decoded row against a token
+    of whole chunks, at tiny widths and at those of Nemotron 30B.
 
     Example: unified-models bench --repeats 9 --json bench.json
     """
     import torch
 
     from unified_models import registry
-    from unified_models.bench import Size, run
+    from unified_models.bench import Result, ScanResult, Size, run, scan_results
 
     torch.set_num_threads(threads)
-    console, results = screen(), []
-    command = " ".join(["unified-models", *sys.argv[1:]])
-    for name in architecture or registry.architectures():
-        result = run(name, Size(repeats=repeats), numerics=numerics, seed=seed, command=command)
+    console, kept = screen(), list[Result | ScanResult]()
+    told: dict[str, Any] = {"seed": seed, "command": " ".join(["unified-models", *sys.argv[1:]])}
+    names, size = architecture or registry.architectures(), Size(repeats=repeats)
+    models = (run(name, size, numerics=numerics, **told) for name in names)
+    results: Iterator[Result | ScanResult] = scan_results(repeats, **told) if scan else models
+    for result in results:
         console.print(result.table() if result.ok else Text(result.refusal, style="red"))
-        results.append(result)
-    _write(json_file, json.dumps([result.as_dict() for result in results], indent=1))
-    if not all(result.ok for result in results):
+        kept.append(result)
+    _write(json_file, json.dumps([result.as_dict() for result in kept], indent=1))
+    if not all(result.ok for result in kept):
         raise typer.Exit(FAILED)
 
 

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from unified_models.checkpoint import load, named_tensors
 from unified_models.context.plain import PlainContext
+from unified_models.context.slots import State
 from unified_models.engine import Engine, Output, Sampling
 from unified_models.model import LanguageModel
 from unified_models.tiny import make_tiny
 from unified_models.training import logprobs
 from unified_models.verify.compare import Comparison, bits
 
-# Inside and beyond a window; the last closes a 128-window while it generates.
+# Inside and beyond a sliding window, and on all sides of chunks of 16 tokens; the last two close one soon after their
+# prompt, and the last a window of 128, too.
 PROMPT_LENGTHS = (5, 18, 61, 122)
 
 
@@ -46,7 +48,8 @@ class Settings:
 class Row:
     """One rollout: engine against training forward (exact), and the same two under PlainContext (plain).
 
-    apart: the largest |difference| of the plain pair, in nats. reward: mean over the sampled tokens.
+    apart: the largest |difference| of the plain pair, in nats. reward: mean over the sampled tokens. chunks: of the
+    scan, filled by sampled tokens; 0 for a model without.
     """
 
     version: int
@@ -54,6 +57,7 @@ class Row:
     plain: Comparison
     apart: float
     reward: float
+    chunks: int = 0
 
 
 @dataclass
@@ -92,13 +96,20 @@ class Demo:
         apart = max(row.apart for row in self.rows)
         ratio = f"{math.exp(apart):.3g}"
         ratio = f", an importance ratio of {ratio} instead of 1" if ratio != "1" else ""
+        chunks = sum(row.chunks for row in self.rows)
+        scanned = (
+            f"On the way, sampled tokens filled {chunks} chunks of the scan, one row at a time; the training forward "
+            f"runs such chunks whole. "
+            if chunks
+            else ""
+        )
         first, last = self.rows[0].reward, self.rows[-1].reward
         return (
             f"The engine sampled {exact.compared} tokens under {len(self.rows)} versions of the weights; in the "
             f"training forward, the one that is differentiated, {exact.unequal} of their logprobs have other bits. "
-            f"The same model file under plain torch operators, whose sums follow the shape of the batch, disagrees "
-            f"with itself on {plain.unequal} of {plain.compared}, by up to {apart:.2g} nats{ratio}. The reward (share "
-            f"of even tokens) went from {first:.3f} to {last:.3f} in {len(self.rows) - 1} updates."
+            f"{scanned}The same model file under plain torch operators, whose sums follow the shape of the batch, "
+            f"disagrees with itself on {plain.unequal} of {plain.compared}, by up to {apart:.2g} nats{ratio}. The "
+            f"reward (share of even tokens) went from {first:.3f} to {last:.3f} in {len(self.rows) - 1} updates."
         )
 
 
@@ -106,7 +117,7 @@ def opening(name: str, settings: Settings) -> str:
     """What is about to happen."""
     return (
         f"{name}: a tiny random model, {settings.samples * len(PROMPT_LENGTHS)} rollouts of up to {settings.tokens} "
-        f"tokens, {settings.updates} policy-gradient updates; about half a minute ..."
+        f"tokens, {settings.updates} policy-gradient updates; up to half a minute ..."
     )
 
 
@@ -131,7 +142,7 @@ def run(name: str, folder: str | Path, settings: Settings) -> Iterator[Row]:
         reward = torch.tensor([float(token % 2 == 0) for out in outs for token in out.ids])
         exact = bits([out.logprobs for out in outs], lps)
         gap = plain_gap(plain, trainer, prompts, samplings)
-        yield Row(version, exact, *gap, float(reward.mean()))
+        yield Row(version, exact, *gap, float(reward.mean()), filled(trainer, prompts, outs))
         if version < settings.updates:
             loss = -((reward - reward.mean()) * torch.cat(lps)).mean()
             optimizer.zero_grad()
@@ -154,6 +165,18 @@ def plain_gap(
     packed = logprobs(trainer, joined(prompts, outs), context=PlainContext)
     again = of_sampled(packed, prompts)
     return bits(rolled, again), float((torch.cat(rolled) - torch.cat(again)).abs().max())
+
+
+def filled(model: LanguageModel, prompts: Sequence[Sequence[int]], outs: Sequence[Output]) -> int:
+    """Chunks of the scan that were filled by sampled tokens; the last one of each rollout was never run."""
+    chunk = next((slot.chunk for slot in model.slots().values() if isinstance(slot, State)), 0)
+    if not chunk:
+        return 0
+    ends = [
+        (len(prompt), len(prompt) + len(out.ids) - 1)
+        for prompt, out in zip(prompts, outs, strict=True)
+    ]
+    return sum(end // chunk - start // chunk for start, end in ends)
 
 
 def make_prompts(vocab_size: int, settings: Settings) -> list[list[int]]:

@@ -14,8 +14,10 @@ from typing import Any
 ALGORITHMS = {"FP8": "fp8_tensor", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4"}
 """Name in a config -> weight format. NVFP4 is read as W4A16: weights of 4 bits, activations as they are."""
 MIXED = "MIXED_PRECISION"
+METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed")
 GROUP = 16
 PREFIXES = ("backbone.", "model.")
+FP8_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,14 @@ class Quantization:
                     f"{source}: quantization: unknown key {key!r} = {value!r}; known: {', '.join(KEYS)}"
                 )
         method = raw.get("quant_method", "modelopt")
-        if method not in ("modelopt", "modelopt_fp4", "modelopt_mixed"):
+        if method not in METHODS:
             raise ValueError(f"{source}: quant_method = {method!r}; only 'modelopt' is known here")
+        entries = raw.get("quantized_layers") or {}
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"{source}: quantized_layers = {entries!r}, expected an object")
         layers = {
             plain(module): _format(entry, f"{source}: {module}")
-            for module, entry in (raw.get("quantized_layers") or {}).items()
+            for module, entry in entries.items()
         }
         algorithm = raw.get("quant_algo")
         if algorithm == MIXED:
@@ -58,6 +63,8 @@ class Quantization:
             if layers:
                 raise ValueError(f"{source}: quantized_layers and quant_algo = {algorithm!r}")
         patterns = raw.get("exclude_modules", raw.get("ignore")) or ()
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise ValueError(f"{source}: exclude_modules = {patterns!r}, expected a list of names")
         return cls(layers, algorithm, tuple(map(plain, patterns)), _kv_cache(raw, source))
 
     def stated(self, module: str) -> str | None:
@@ -72,6 +79,21 @@ class Quantization:
         if self.algorithm is None:
             return self.layers.get(plain(module), "bfloat16")
         return "bfloat16" if self._excludes(plain(module)) else self.algorithm
+
+    def difference(self, other: "Quantization") -> tuple[str, Any, Any] | None:
+        """The first module or key in which another config says something else, and what each says; None: they agree."""
+        for key in ("algorithm", "kv_cache"):
+            mine, theirs = getattr(self, key), getattr(other, key)
+            if mine != theirs:
+                return key, mine, theirs
+        for module in {**self.layers, **other.layers}:
+            formats = self.layers.get(module), other.layers.get(module)
+            if formats[0] != formats[1]:
+                return module, *formats
+        for pattern in sorted(set(self.excluded) ^ set(other.excluded)):
+            has = pattern in self.excluded
+            return pattern, *(("excluded", None) if has else (None, "excluded"))
+        return None
 
     def _excludes(self, module: str) -> bool:
         """Whether a pattern names the module or one that it is part of."""
@@ -110,7 +132,9 @@ def plain(module: str) -> str:
     return module
 
 
-def _format(entry: Mapping[str, Any], where: str) -> str:
+def _format(entry: Any, where: str) -> str:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where}: {entry!r}, expected an object with quant_algo")
     algorithm = entry.get("quant_algo")
     if algorithm not in ALGORITHMS:
         known = ", ".join(ALGORITHMS)
@@ -127,14 +151,32 @@ def _format(entry: Mapping[str, Any], where: str) -> str:
 
 def _kv_cache(raw: Mapping[str, Any], source: str) -> str | None:
     algorithm, scheme = raw.get("kv_cache_quant_algo"), raw.get("kv_cache_scheme")
-    if scheme is not None:
-        fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-        if not fp8 or scheme.get("dynamic"):
+    if scheme not in (None, "FP8"):
+        static = isinstance(scheme, Mapping) and not scheme.get("dynamic")
+        if not static or (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
             raise ValueError(f"{source}: kv_cache_scheme = {scheme!r}; only static FP8 is known")
+    if scheme is not None:
         algorithm = algorithm or "FP8"
     if algorithm not in (None, "FP8"):
         raise ValueError(f"{source}: kv_cache_quant_algo = {algorithm!r}; known: FP8, null")
     return algorithm
+
+
+def is_modelopt(config: Any) -> bool:
+    """Whether a `quantization_config` is of ModelOpt's kind, which `Quantization` reads."""
+    return isinstance(config, Mapping) and config.get("quant_method", "modelopt") in METHODS
+
+
+def quantization_config(content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The `quantization_config` of config.json that says what an hf_quant_config.json says."""
+    said = content.get("quantization")
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{source}: quantization = {said!r}, expected an object")
+    config = {"ignore" if key == "exclude_modules" else key: value for key, value in said.items()}
+    if config.get("kv_cache_quant_algo") == "FP8":
+        config["kv_cache_scheme"] = FP8_CACHE
+    producer = {"producer": content["producer"]} if "producer" in content else {}
+    return {"quant_method": "modelopt", **config, **producer}
 
 
 def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +184,7 @@ def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     moved = {"ignore": "exclude_modules"}
     dropped = ("quant_method", "producer", "config_groups", "kv_cache_scheme")
     quantization = {moved.get(k, k): v for k, v in config.items() if k not in dropped}
-    quantization.setdefault("kv_cache_quant_algo", _kv_cache(config, "quantization_config"))
+    if quantization.get("kv_cache_quant_algo") is None:
+        quantization["kv_cache_quant_algo"] = _kv_cache(config, "quantization_config")
     producer = config.get("producer", {"name": "unified_models"})
     return {"producer": producer, "quantization": quantization}

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,68 @@ from torch import Tensor
 
 from unified_models import registry
 from unified_models.checkpoint import save
+from unified_models.checkpoint.implied import bind_implied
+from unified_models.config import load_json
 from unified_models.model import LanguageModel
 from unified_models.weight import Table, Weight
 
 SUMMANDS, LEVELS = 6, 1 << 16
+LARGEST = 1_000_000_000
+"""Parameters of a tiny model: 4 GB of masters. A released config.json is far beyond."""
 
 
-def make_tiny(name: str, folder: str | Path, seed: int = 0, **config_overrides: Any) -> None:
+def make_tiny(
+    name: str,
+    folder: str | Path,
+    seed: int = 0,
+    *,
+    config: str | Path | None = None,
+    **config_overrides: Any,
+) -> None:
     """Write a small random checkpoint of an architecture: `Config.tiny(**config_overrides)`, official names.
 
-    The same seed gives the same bytes on every machine. Raises ValueError for an unknown architecture or config key,
-    and for a folder that holds files.
+    config: a config.json to start from instead of the architecture's tiny one. The same seed gives the same bytes on
+    every machine.
+
+    Raises:
+        ValueError: an unknown architecture or config key, a config file of another architecture or with more than
+            LARGEST parameters, or a folder that holds files. Nothing has been written then.
     """
+    write_tiny(name, folder, config_overrides, seed=seed, config=config)
+
+
+def write_tiny(
+    name: str,
+    folder: str | Path,
+    config_overrides: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    config: str | Path | None = None,
+) -> None:
+    """`make_tiny`, for overrides whose keys someone typed."""
     module = registry.find(name)
-    model: LanguageModel = module.Model(module.Config.tiny(**config_overrides))
+    if config is None:
+        cfg = module.Config.tiny(**config_overrides)
+    else:
+        raw = _read(name, Path(config)) | dict(config_overrides)
+        cfg = module.Config.from_json(raw, str(config))
+    with torch.device("meta"):
+        count = sum(p.numel() for p in module.Model(cfg).parameters())
+    if count > LARGEST:
+        raise ValueError(
+            f"{config or name}: {count:,} parameters, and a tiny model has at most {LARGEST:,}"
+        )
+    model: LanguageModel = module.Model(cfg)
+    bind_implied(model)
     randomize(model, seed)
     save(model, folder)
+
+
+def _read(name: str, file: Path) -> dict[str, Any]:
+    raw = load_json(file)
+    if raw.get("model_type") != name:
+        raise ValueError(f"{file}: model_type = {raw.get('model_type')!r}, not {name!r}")
+    return raw
 
 
 @torch.no_grad()

@@ -97,6 +97,7 @@ class Weight(nn.Module):
         groups: the first dimension is this many matrices, stacked; a linear takes x of shape [T, groups, K].
         init: how `make_tiny` fills it, a name in `tiny.INITS`; None: by its shape and format.
         default: what a checkpoint means that lacks it; None: it must be there.
+        positive: every value is a finite number above 0, as a loader and an update check: a scale.
 
     `version` moves when the master does; `commit()` derives the packed bytes from the master. Calling a weight whose
     master is newer than its packed bytes raises RuntimeError.
@@ -112,13 +113,14 @@ class Weight(nn.Module):
         groups: int = 1,
         init: str | None = None,
         default: float | None = None,
+        positive: bool = False,
     ) -> None:
         super().__init__()
         self.axes = axes_and_sizes[0::2]
         self.shape = torch.Size(int(size) for size in axes_and_sizes[1::2] if isinstance(size, int))
         assert len(self.shape) == len(self.axes), f"a size for each axis, got {axes_and_sizes}"
         self.groups, self.frozen, self.init, self.label = groups, frozen, init, "weight"
-        self.declared, self.default = format, default
+        self.declared, self.default, self.positive = format, default, positive
         self.input_scale: Weight | None = None
         """of a format whose input has one scale for all tokens; comes with the checkpoint and is never trained"""
         self.format = self.stored = formats.find(format or "bfloat16")
@@ -220,7 +222,15 @@ class Weight(nn.Module):
         self.committed = None
         if self.format.input == "static" and self.input_scale is None:
             stack = [part for pair in zip(self.axes, self.shape, strict=True) for part in pair][:-4]
-            self.input_scale = Weight(*stack, format="float32", frozen=True, init="input_scale")
+            self.input_scale = Weight(
+                *stack, format="float32", frozen=True, init="input_scale", positive=True
+            )
+            self.input_scale.label = f"{self.label}.input_scale"
+
+    def check(self, values: Tensor, name: str) -> None:
+        """Raise ValueError naming the first of `values` that this weight cannot hold."""
+        if self.positive:
+            check_scales(values, name)
 
     def operand(self, reading: Reading, build: Callable[[Reading], Any]) -> Any:
         key = f"{build.__module__}.{build.__qualname__}"
@@ -269,6 +279,16 @@ def on_device_of(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     """`t` on the device to which `fn` would take it, in its own dtype."""
     target = fn(torch.empty(0, dtype=t.dtype, device=t.device)).device
     return t if target == t.device else t.to(target)
+
+
+def check_scales(scales: Tensor, name: str, *, zero: bool = False) -> None:
+    """Raise ValueError naming the first of these scales that is not a finite number above 0 (or 0, if `zero`)."""
+    values = scales.float()
+    bad = ~(((values >= 0) if zero else (values > 0)) & values.isfinite())
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        at = list(place) if place else ""
+        raise ValueError(f"{name}{at} is {values[place].item()}, expected a finite number above 0")
 
 
 class Table(nn.Module):

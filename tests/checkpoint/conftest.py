@@ -1,8 +1,10 @@
 """The toy architecture, known to the registry while a test of checkpoints runs."""
 
 import importlib.util
+import json
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import unified_models as um
 from unified_models import checkpoint, registry
 from unified_models.model import LanguageModel
+
+LAYERS = ["mamba", "moe", "mamba", "attention", "moe", "attention"]
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +79,74 @@ def pointers() -> Callable[[LanguageModel], dict[str, int]]:
         return found | {name: t.data_ptr() for name, t in model.named_buffers()}
 
     return of
+
+
+@pytest.fixture(scope="session")
+def mixed() -> Callable[..., dict[str, Any]]:
+    """`mixed(layers)`: the quantization_config of a release of mixed formats, for these layers and 8 experts.
+
+    FP8 around the scan, four bits for experts and head, attention as it is, an FP8 cache.
+    """
+
+    def config(layers: Sequence[str], experts: int = 8) -> dict[str, Any]:
+        fp8, fp4 = {"quant_algo": "FP8"}, {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+        entries: dict[str, Any] = {}
+        excluded = ["backbone.embeddings", "mtp*"]
+        for number, kind in enumerate(layers):
+            at = f"backbone.layers.{number}.mixer"
+            if kind == "mamba":
+                entries |= {f"{at}.{name}": fp8 for name in ("in_proj", "out_proj")}
+                excluded.append(f"{at}.conv1d")
+            elif kind == "attention":
+                excluded += [f"{at}.{name}_proj" for name in "qkvo"]
+            elif kind == "moe":
+                owners = [*(f"experts.{e}" for e in range(experts)), "shared_experts"]
+                entries |= {f"{at}.{o}.{w}_proj": fp4 for o in owners for w in ("up", "down")}
+                excluded.append(f"{at}.gate")
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "quantized_layers": entries | {"lm_head": fp4},
+            "ignore": excluded,
+            "producer": {"name": "modelopt", "version": "0.44.0rc5"},
+        }
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def nemotrons(tmp_path_factory: pytest.TempPathFactory, mixed: Any) -> Callable[..., Path]:
+    """`nemotrons(said)`: a tiny checkpoint with this quantization_config; "mixed": as a release has it."""
+    made: dict[str, Path] = {}
+
+    def make(said: Any = "mixed", seed: int = 0) -> Path:
+        key = f"{json.dumps(said)} {seed}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("nemotron") / "checkpoint"
+            config = mixed(LAYERS) if said == "mixed" else said
+            um.make_tiny(
+                "nemotron_h",
+                made[key],
+                seed,
+                layers_block_type=LAYERS,
+                quantization_config=config,
+            )
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def changed(nemotrons: Any, tmp_path: Path) -> Callable[..., Path]:
+    """`changed(edit, said)`: a copy of a checkpoint whose tensors `edit` has changed in place."""
+
+    def make(edit: Callable[[dict[str, Tensor]], object], said: Any = "mixed") -> Path:
+        folder = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(nemotrons(said), folder)
+        state = load_file(folder / "model.safetensors")
+        edit(state)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make

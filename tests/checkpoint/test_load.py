@@ -249,7 +249,7 @@ def test_e05_nothing_is_read_before_headers_agree(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"weights": "files"}, "weights must be 'master' or 'file', got 'files'"),
+        ({"weights": "files"}, "weights must be one of master, packed, file, got 'files'"),
         ({"weights": "file", "numerics": "float32"}, "numerics is 'float32'"),
         ({"numerics": "fp32"}, "numerics must be 'deployed' or 'float32', got 'fp32'"),
     ],

@@ -13,7 +13,15 @@ from torch import Tensor
 from unified_models import checkpoint
 from unified_models.checkpoint import shards
 
-KINDS = ("bfloat16", "fp8_ue8m0", "fp8_float32", "mxfp4")
+KINDS = (
+    "bfloat16",
+    "fp8_ue8m0",
+    "fp8_float32",
+    "mxfp4",
+    "fp8_tensor",
+    "nvfp4",
+    "nvfp4_four_over_six",
+)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -76,8 +76,40 @@ def codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.where((raw & 0x7F) == 0x7F, raw - 1, raw).to(torch.uint8)
 
 
+def positive_scales(shape: tuple[int, ...], largest: int, generator: torch.Generator) -> Tensor:
+    """Random e4m3 scales above 0, up to the code `largest`, which one of them is."""
+    raw = torch.randint(1, largest + 1, shape, generator=generator, dtype=torch.int32)
+    raw.view(-1)[torch.randint(raw.numel(), (1,), generator=generator)] = largest
+    return raw.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def is_scale(name: str) -> bool:
+    """Whether a file's tensor is the scale of a weight."""
+    return name.endswith((".scale", ".weight_scale", ".weight_scale_2"))
+
+
+def modelopt(name: str, n: int, k: int, kind: str, generator: torch.Generator) -> dict[str, Tensor]:
+    """FP8 with one scale, or NVFP4 as one of its two rules leaves it (largest block scale 448 or 384)."""
+    one = torch.rand((), generator=generator) / 1000 + 1e-4
+    if kind == "fp8_tensor":
+        return {
+            f"{name}.weight": codes((n, k), generator).view(torch.float8_e4m3fn),
+            f"{name}.weight_scale": one,
+            f"{name}.input_scale": torch.rand((), generator=generator) / 100 + 1e-3,
+        }
+    pairs = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.int32)
+    largest = 126 if kind == "nvfp4" else 124
+    return {
+        f"{name}.weight": pairs.to(torch.uint8),
+        f"{name}.weight_scale": positive_scales((n, k // 16), largest, generator),
+        f"{name}.weight_scale_2": one,
+    }
+
+
 def matrix(name: str, n: int, k: int, kind: str, generator: torch.Generator) -> dict[str, Tensor]:
-    """`name`.weight and its scale, as files hold them."""
+    """`name`.weight and its scales, as files hold them."""
+    if kind in ("fp8_tensor", "nvfp4", "nvfp4_four_over_six"):
+        return modelopt(name, n, k, kind, generator)
     if kind in ("bfloat16", "float32", "float16"):
         values = torch.randn(n, k, generator=generator)
         return {f"{name}.weight": values.to(getattr(torch, kind))}
@@ -163,27 +195,34 @@ def e4m3(code: int) -> float:
 
 def e2m1(code: int) -> float:
     """The value of a 4-bit code, by its definition (OCP microscaling v1.0, table 5)."""
-    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    sign, exponent, mantissa = code >> 3 & 1, code >> 1 & 3, code & 1
     value = mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
     return -value if sign else value
 
 
 def oracle(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """float64 values of matrix `name`, exact, one element after the other."""
+    """float64 values of matrix `name`, exact."""
     weight, scale = state[f"{name}.weight"], state.get(f"{name}.scale")
-    if scale is None:
-        return weight.double()
     raw = weight.view(torch.uint8)
-    if weight.dtype == torch.int8:
-        low, high = raw & 15, raw >> 4
-        values = torch.stack((low, high), -1).flatten(-2).double().apply_(lambda c: e2m1(int(c)))
-        rows, columns = 1, 32
+    if f"{name}.weight_scale" in state and weight.dtype != torch.uint8:
+        return each(raw, e4m3) * state[f"{name}.weight_scale"].double()
+    if scale is None and weight.dtype != torch.uint8:
+        return weight.double()
+    if weight.dtype in (torch.int8, torch.uint8):
+        values, rows, columns = each(torch.stack((raw & 15, raw >> 4), -1).flatten(-2), e2m1), 1, 32
     else:
-        values = raw.double().apply_(lambda c: e4m3(int(c)))
-        rows = columns = 128
+        values, rows, columns = each(raw, e4m3), 128, 128
+    if scale is None:
+        blocks = each(state[f"{name}.weight_scale"].view(torch.uint8), e4m3)
+        # a scale of NVFP4 is a float32 product
+        scale, columns = (blocks * state[f"{name}.weight_scale_2"].double()).float(), 16
     if scale.dtype != torch.float32:
-        scale = scale.view(torch.uint8).double().apply_(lambda b: 2.0 ** (b - 127))
+        scale = each(scale.view(torch.uint8), lambda b: 2.0 ** (b - 127))
     n, k = values.shape
-    return values * torch.stack(
-        [torch.stack([scale[i // rows, j // columns].double() for j in range(k)]) for i in range(n)]
-    )
+    spread = scale.double()[torch.arange(n) // rows][:, torch.arange(k) // columns]
+    return values * spread
+
+
+def each(raw: Tensor, value: Callable[[int], float]) -> Tensor:
+    """float64 `value` of each byte."""
+    return torch.tensor([value(code) for code in range(256)], dtype=torch.float64)[raw.long()]

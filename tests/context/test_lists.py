@@ -1,4 +1,5 @@
-"""Which rows each token reads, against masks drawn by brute force: windows, entries, picks, and windows that close."""
+"""Which rows each token reads, against masks drawn by brute force: windows, entries, picks, windows that close, taps,
+and the chunks and tiles of a scan."""
 
 import itertools
 
@@ -6,8 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from unified_models.context import Entries, Pool, Rows
-from unified_models.context.lists import numbers, pool_lists, window_lists, window_rows
+from unified_models.context import Entries, Pool, Rows, State
+from unified_models.context.lists import (
+    numbers,
+    pool_lists,
+    scan_grid,
+    tap_rows,
+    window_lists,
+    window_rows,
+)
 from unified_models.context.memory import closed
 from unified_models.context.step import Step
 
@@ -120,6 +128,51 @@ def test_closing_windows(stride: int, overlap: bool) -> None:
             assert next(rows) == [-1 if p < 0 else int(base_S[s]) + p for p in seen]
             assert next(told) == last // stride
     assert next(rows, None) is next(told, None) is None
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_tap_rows(case: tuple, taps: int) -> None:
+    """The last rows, oldest first; positions are the sequence's own, whatever it brought before."""
+    step = Step.of(*case)
+    base_S = random_bases(step).abs() + 5
+    index = tap_rows(step, Rows(4, keep=taps), base_S)
+    assert index.shape == (step.num_tokens, taps)
+    for (s, p), row in zip(places(step), index.tolist(), strict=True):
+        want = [p - taps + 1 + k for k in range(taps)]
+        assert row == [-1 if q < 0 else int(base_S[s]) + q for q in want]
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 24, 128])
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_scan_grid_D04(case: tuple, chunk: int) -> None:
+    """Chunks lie on each sequence's own positions: those with new tokens, all their rows so far, and the tiles of 16
+    places in which the new ones are."""
+    step = Step.of(*case)
+    base_S = random_bases(step).abs() + 200
+    grid = scan_grid(step, State((1, 1, 1), groups=1, chunk=chunk), base_S)
+    new = places(step)
+    chunks = list(dict.fromkeys((s, p // chunk) for s, p in new))
+    assert grid.depth == max([0, *(1 + c - step.past[s] // chunk for s, c in chunks)])
+    assert grid.sequence_U.tolist() == [s for s, _ in chunks]
+    assert grid.number_U.tolist() == [c - step.past[s] // chunk for s, c in chunks]
+    total = step.total_S.tolist()
+    assert grid.full_U.tolist() == [(c + 1) * chunk <= total[s] for s, c in chunks]
+    whole = -(-chunk // 16) * 16
+    assert grid.rows_UQ.shape == (len(chunks), whole)
+    for (s, c), row in zip(chunks, grid.rows_UQ.tolist(), strict=True):
+        there = range(c * chunk, min((c + 1) * chunk, total[s]))
+        assert row == [int(base_S[s]) + p for p in there] + [-1] * (whole - len(there))
+    tiles = list(dict.fromkeys((chunks.index((s, p // chunk)), p % chunk // 16) for s, p in new))
+    got = list(zip(grid.chunk_V.tolist(), grid.tile_V.tolist(), strict=True))
+    assert got == tiles
+    token = {place: t for t, place in enumerate(new)}
+    for (u, tile), row in zip(tiles, grid.tokens_VL.tolist(), strict=True):
+        s, c = chunks[u]
+        inside = [16 * tile + i for i in range(16)]
+        assert row == [token.get((s, c * chunk + i), -1) if i < chunk else -1 for i in inside]
+    read = grid.tokens_VL.flatten()
+    assert read[read >= 0].tolist() == list(range(step.num_tokens))
 
 
 def test_positions_and_owners() -> None:

@@ -1,4 +1,5 @@
-"""A toy whose every token is a checksum of all that it may read, and ways to compare its runs bit by bit."""
+"""A toy whose every token is a checksum of all that it may read, a small Nemotron-H, and ways to compare their runs bit
+by bit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unified_models.context import Entries, Rows, Weight
+import unified_models as um
+from unified_models.context import Entries, Rows, State, Weight
 from unified_models.context.memory import PackMemory, Readable, closed
 from unified_models.context.step import Step
 from unified_models.engine import Engine
-from unified_models.model import LanguageModel
+from unified_models.model import LanguageModel, bind_numerics
+from unified_models.models import nemotron_h
 from unified_models.ops.logprob import logprobs
+from unified_models.tiny import randomize
 
 PRIME = 4093
 
@@ -87,15 +91,41 @@ class Windows(nn.Module):
         return float(sum((i + 1) * int(v.sum()) for i, v in enumerate(reach)) % PRIME)
 
 
-class Toy(LanguageModel):
-    """All kinds of slots that the engine stores, in layers that read each other."""
+class Scan(nn.Module):
+    """Each token becomes a checksum of all before it: the one at the last boundary, and the rows since."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self.slot = State((1, 1, 1), groups=1, chunk=chunk)
+
+    def forward(self, x: list[int], ctx: ToyContext) -> list[int]:
+        step, slot = ctx.step, self.slot
+        new = torch.tensor(x, dtype=torch.float32)[:, None] * torch.tensor([1.0, 2.0, 3.0])
+        got = ctx.memory.rows(step, slot.open, new)
+        rows, base = got.rows_RD.sum(1).tolist(), got.base_S.tolist()
+        states = ctx.memory.states(step, slot).flatten().tolist()
+        ends, out = [], []
+        for s, p in owner_and_position(step):
+            first = p // slot.chunk * slot.chunk
+            reach = rows[base[s] + first : base[s] + p + 1]
+            assert len(reach) == p + 1 - first
+            out.append(int(31 * states[s] + sum((i + 1) * v for i, v in enumerate(reach))) % PRIME)
+            if (p + 1) % slot.chunk == 0:
+                states[s] = float(out[-1])
+                ends.append(states[s])
+        ctx.memory.keep_states(step, slot, torch.tensor(ends).view(-1, 1, 1, 1))
+        return out
+
+
+class Toy(LanguageModel):
+    """Slots of most kinds that the engine stores, in layers that read each other; with `chunks`, scans of them, too."""
+
+    def __init__(self, *chunks: int) -> None:
         super().__init__()
         self.config = ToyConfig()
         self.salt = Weight(None, 1, format="float32")
         layers = (Mixer(7), Windows(4, True), Mixer(None), Windows(32, False), Mixer(1))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList((*layers, *(Scan(chunk) for chunk in chunks)))
         self.name_parts()
         self.salt.assign(torch.tensor([3.0]))
 
@@ -117,8 +147,8 @@ class Toy(LanguageModel):
 class Trial:
     """Runs of the toy, and what they must equal: the whole sequence in one pack without past."""
 
-    def __init__(self) -> None:
-        self.model = Toy()
+    def __init__(self, *chunks: int) -> None:
+        self.model = Toy(*chunks)
 
     def engine(self, **options: Any) -> Engine:
         return Engine(self.model, context=ToyContext, **options)
@@ -161,6 +191,95 @@ def same_bits(a: Tensor, b: Tensor) -> int:
     return a.numel()
 
 
+MIXED: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_quant_algo": "FP8",
+    "quantized_layers": {
+        f"backbone.layers.{layer}.mixer.{name}_proj": {"quant_algo": algorithm}
+        for layers, names, algorithm in (
+            ((0, 2), ("in", "out"), "FP8"),
+            ((1, 4), [f"experts.{e}.{n}" for e in range(8) for n in ("up", "down")], "NVFP4"),
+            ((1, 4), ("shared_experts.up", "shared_experts.down"), "W4A16_NVFP4"),
+        )
+        for layer in layers
+        for name in names
+    }
+    | {"lm_head": {"quant_algo": "W4A16_NVFP4"}},
+}
+
+
+class Hybrid:
+    """A small Nemotron-H with chunks of Q tokens, and what its runs must equal: the training forward."""
+
+    def __init__(self, chunk: int, mixed: bool) -> None:
+        self.Q, self.mixed = chunk, mixed
+        self.model = self.build()
+
+    def build(self, seed: int = 0) -> LanguageModel:
+        """mixed: FP8, NVFP4 and an FP8 cache; otherwise bf16."""
+        config = nemotron_h.Config.tiny(
+            chunk_size=self.Q, quantization_config=MIXED if self.mixed else None
+        )
+        model = nemotron_h.Model(config)
+        randomize(model, seed)
+        bind_numerics(model, "deployed")
+        return model
+
+    def engine(self, **options: Any) -> Engine:
+        """On poisoned memory."""
+        return Engine(self.model, **{"poison": True, **options})
+
+    def prompts(self, *lengths: int) -> list[list[int]]:
+        """Tokens that differ from prompt to prompt from the first on."""
+        return [
+            [(13 * p * p + 5 * p + 31 * i) % 512 for p in range(length)]
+            for i, length in enumerate(lengths)
+        ]
+
+    def trained(
+        self, given: list[list[int]], outs: list[Any], t: float = 1.0, model: Any = None
+    ) -> list[Tensor]:
+        """The training forward's logprobs of the sampled tokens."""
+        sequences = [[*prompt, *out.ids] for prompt, out in zip(given, outs, strict=True)]
+        with torch.no_grad():
+            whole = um.logprobs(model or self.model, sequences, t)
+        return [lps[len(prompt) - 1 :] for prompt, lps in zip(given, whole, strict=True)]
+
+    def check(self, given: list[list[int]], outs: list[Any], t: float = 1.0) -> int:
+        """Every sampled token has the bits of training; returns how many were compared."""
+        expected = self.trained(given, outs, t)
+        return sum(same_bits(out.logprobs, lps) for out, lps in zip(outs, expected, strict=True))
+
+    def idle(self, engine: Engine) -> bool:
+        """No page has a user; those without a name hold nothing."""
+        memory = engine._memory
+        assert len(memory.states) == 2
+        for store in memory.states.values():
+            free = store.table.pool._free
+            assert (store.held_P2[free] == -1).all() and bool(store.data_PX[free].isnan().all())
+        return memory.used_pages == 0
+
+
+KINDS = {
+    "q16-bf16": (16, False),
+    "q16-mixed": (16, True),
+    "q128-bf16": (128, False),
+    "q128-mixed": (128, True),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS, scope="module")
+def hybrid(request: pytest.FixtureRequest) -> Hybrid:
+    """Its model is one that no test changes."""
+    return Hybrid(*request.param)
+
+
+@pytest.fixture
+def hybrid_of() -> Callable[[int, bool], Hybrid]:
+    return Hybrid
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Fixtures that outlive a test run before the house's own fixture sets this."""
@@ -170,6 +289,11 @@ def one_thread() -> None:
 @pytest.fixture
 def trial() -> Trial:
     return Trial()
+
+
+@pytest.fixture
+def scan_trial() -> Trial:
+    return Trial(32, 64, 32)
 
 
 @pytest.fixture

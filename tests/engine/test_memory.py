@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from unified_models.engine import Engine, Request, Sampling, prefix
 from unified_models.engine.pool import PagePool
+from unified_models.engine.states import NOTHING
 from unified_models.engine.table import PageTable
 
 
@@ -128,6 +129,9 @@ def check_pages(engine: Engine) -> None:
         assert sorted([*free, *idle, *(p for p, n in enumerate(users) if n)]) == list(
             range(len(users))
         )
+    for store in engine._memory.states.values():
+        assert (store.held_P2[store.table.pool._free] == NOTHING).all()
+        assert len(engine.running) <= (engine._memory.state_slots or 0)
 
 
 ACTIONS = st.one_of(
@@ -154,6 +158,31 @@ ACTIONS = st.one_of(
     prefix_cache=st.booleans(),
 )
 def test_b11_fuzz(trial: Any, bits: Any, actions: list[Any], **options: Any) -> None:
+    fuzz(trial, bits, actions, options)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    actions=st.lists(ACTIONS, min_size=4, max_size=16),
+    step_tokens=st.sampled_from([1, 7, 50, 300]),
+    max_sequences=st.sampled_from([1, 3, 8]),
+    page_tokens=st.sampled_from([4, 16, 32]),
+    cache_tokens=st.sampled_from([130, 200, 400]),
+    state_slots=st.sampled_from([1, 2, 8]),
+    prefix_cache=st.booleans(),
+)
+def test_b11_fuzz_with_states(
+    scan_trial: Any, bits: Any, actions: list[Any], **options: Any
+) -> None:
+    fuzz(scan_trial, bits, actions, options)
+
+
+def fuzz(trial: Any, bits: Any, actions: list[Any], options: dict[str, Any]) -> None:
     """Submit, score, step, abort and commit in any order: bits, page counts and versions stay right."""
     trial.model.salt.assign(torch.tensor([3.0]))
     engine = trial.engine(poison=True, **options)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from unified_models.context import State
+from unified_models.context.slots import Slot
 from unified_models.engine import Sampling
 
 
@@ -126,8 +126,11 @@ def test_engine_options(trial: Any, options: dict[str, Any], message: str) -> No
 
 
 def test_b10_a_slot_that_is_not_stored_is_refused_at_start(trial: Any) -> None:
-    trial.model.layers[0].slot = State((1, 2, 3), chunk=8, row=4)
-    with pytest.raises(ValueError, match=r"layers.0.slot: .* stores Rows and Entries, not State"):
+    class Other(Slot):
+        """A kind that nobody stores."""
+
+    trial.model.layers[0].slot = Other()
+    with pytest.raises(ValueError, match=r"layers.0.slot: .* Rows, Entries and States, not Other"):
         trial.engine()
 
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from unified_models.formats.activations import RoundTrip, dequantized_rows, quantize_rows
+from unified_models.formats.activations import (
+    RoundTrip,
+    dequantized_rows,
+    quantize_rows,
+    static_codes,
+)
 
 
 @pytest.mark.parametrize("k", [1, 127, 128, 129, 576])
@@ -58,3 +63,19 @@ def test_f18_the_gradient_is_straight_through() -> None:
     assert torch.equal(out, kept) and torch.equal(out.signbit(), kept.signbit())
     out.backward(upstream)
     assert x.grad is not None and torch.equal(x.grad, upstream)
+
+
+@pytest.mark.parametrize("scale", [0.013, 0.5, 1.7e-4, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_static_scale_multiplies_by_its_reciprocal(scale: float, dtype: torch.dtype) -> None:
+    """x * (1 / scale), both in float32, as samplers do it; a division would round otherwise now and then."""
+    x = (torch.randn(200, 96) * scale * 300).to(dtype)
+    held = torch.tensor(scale)
+    codes = static_codes(x, held)
+    reciprocal = np.float32(1) / np.float32(scale)
+    product = torch.from_numpy(x.float().numpy() * reciprocal)
+    expected = product.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert codes.dtype == torch.float32 and torch.equal(codes, expected)
+    assert codes.abs().max() == 448 and (product.abs() > 448).any(), "some saturate"
+    divided = (x.float() / held).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert (codes != divided).float().mean() < 0.01

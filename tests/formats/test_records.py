@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from unified_models.formats import BFLOAT16_RECORD, FLOAT32_RECORD, LatentFP8, VectorFP8, round_trip
+from unified_models.formats import (
+    BFLOAT16_RECORD,
+    FLOAT32_RECORD,
+    LatentFP8,
+    StaticFP8,
+    TailRecord,
+    VectorFP8,
+    round_trip,
+)
 
 LATENT = LatentFP8(rope=64)
 RECORDS: list[tuple[Any, int]] = [
@@ -16,8 +24,13 @@ RECORDS: list[tuple[Any, int]] = [
     (LatentFP8(rope=64), 128),
     (LatentFP8(rope=0), 64),
     (VectorFP8(), 128),
+    (VectorFP8(), 13),
+    (LatentFP8(rope=5), 69),
     (FLOAT32_RECORD, 12),
     (BFLOAT16_RECORD, 12),
+    (TailRecord(BFLOAT16_RECORD, 8), 24),
+    (TailRecord(BFLOAT16_RECORD, 4), 13),
+    (TailRecord(FLOAT32_RECORD, 1), 5),
 ]
 IDS = [f"{record.name}-{dim}" for record, dim in RECORDS]
 
@@ -113,3 +126,67 @@ def test_unrotated_dims_come_in_whole_blocks(dim: int, rope: int) -> None:
     told = rf"head_dim {dim} - rope {rope} = {dim - rope} is not a multiple"
     with pytest.raises(ValueError, match=told):
         LatentFP8(rope).size(dim)
+
+
+def test_bytes_of_a_row_with_a_wide_tail() -> None:
+    """20 values in bfloat16, 4 in float32: 56 bytes. Nothing of the tail is rounded."""
+    record = TailRecord(BFLOAT16_RECORD, 4)
+    x = rows(24, 6)
+    data = record.encode(x)
+    assert data.dtype == torch.uint8 and data.shape == (6, 56) and record.size(24) == 56
+    assert record.name == "bfloat16 and 4 float32"
+    assert torch.equal(data[:, :40].contiguous().view(torch.bfloat16), x[:, :20].bfloat16())
+    assert torch.equal(data[:, 40:].contiguous().view(torch.float32), x[:, 20:])
+    back = record.decode(data, 24)
+    assert back.dtype == torch.float32
+    assert torch.equal(back, torch.cat((x[:, :20].bfloat16().float(), x[:, 20:]), -1))
+    assert not torch.equal(back[:, :20], x[:, :20]), "the control"
+    assert back[:, 20:].bfloat16().float().ne(x[:, 20:]).any()
+
+
+def static_oracle(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and values of x / scale, one float32 division and one float32 product."""
+    quotient = (x.float().numpy() / scales.numpy()).astype(np.float32)
+    codes = torch.from_numpy(quotient).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, torch.from_numpy(codes.float().numpy() * scales.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_a_row_with_static_scales(dtype: torch.dtype) -> None:
+    """One code a value; each channel has its own scale, which is not in the record."""
+    record, dim = StaticFP8(), 40
+    x, scales = rows(dim, 3, 16).to(dtype), torch.rand(dim) / 50 + 1e-3
+    data = record.encode(x, scales)
+    assert data.dtype == torch.uint8 and data.shape == (3, 16, 40) and record.size(dim) == 40
+    codes, values = static_oracle(x, scales)
+    assert torch.equal(data, codes.view(torch.uint8))
+    back = record.decode(data, dim, scales)
+    assert back.dtype == torch.float32 and torch.equal(back, values)
+    for block, row in ((0, 0), (1, 7), (2, 15)):
+        assert torch.equal(record.decode(data[block, row], dim, scales), back[block, row])
+        assert torch.equal(record.encode(x[block, row], scales), data[block, row])
+    assert torch.equal(record.decode(data.transpose(0, 1), dim, scales), back.transpose(0, 1))
+    assert torch.equal(record.decode(record.encode(back, scales), dim, scales), back)
+    assert not torch.equal(record.encode(x, scales.flip(0)), data), "the control"
+
+
+def test_static_scales_saturate_and_keep_signs() -> None:
+    scales = torch.tensor([0.5, 0.5, 2.0, 1.0, 1.0])
+    x = torch.tensor([[1e6, -1e6, 897.0, -0.0, 2.0**-11]])
+    back = StaticFP8().decode(StaticFP8().encode(x, scales), 5, scales)
+    assert back.tolist() == [[224.0, -224.0, 896.0, 0.0, 0.0]]
+    assert back.signbit().tolist() == [[False, True, False, True, False]]
+
+
+def test_static_scales_the_gradient_passes_straight_through_F18() -> None:
+    x, scales = rows(24, 4).requires_grad_(), torch.rand(24) / 50 + 1e-3
+    out = round_trip(x, StaticFP8(), scales)
+    assert torch.equal(out, static_oracle(x.detach(), scales)[1])
+    upstream = torch.randn(4, 24)
+    out.backward(upstream)
+    assert x.grad is not None and torch.equal(x.grad, upstream)
+
+
+def test_static_scales_are_needed() -> None:
+    with pytest.raises(AssertionError, match="needs its scales"):
+        StaticFP8().encode(torch.zeros(1, 4))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from unified_models import formats
-from unified_models.formats.weights import E2M1, FORMATS, accepts, find, pack_pieces
+from unified_models.formats.fp4 import E2M1
+from unified_models.formats.weights import FORMATS, accepts, find, pack_pieces
 from unified_models.weight import Weight
 
 FP8 = ("fp8_ue8m0", "fp8_float32")

@@ -1,7 +1,10 @@
-"""A small DeepSeek-V4 with every kind of layer, and the same architecture as plain float64 maths."""
+"""Small models with every kind of layer, and DeepSeek-V4 as plain float64 maths (Nemotron-H: hybrid.py)."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -200,6 +203,25 @@ def tiny() -> Callable[..., LanguageModel]:
 @pytest.fixture
 def plain() -> Callable[[LanguageModel], Plain]:
     return plain_of
+
+
+@pytest.fixture(scope="session")
+def hybrid_file() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hybrid", Path(__file__).with_name("hybrid.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hybrid(hybrid_file: ModuleType) -> Callable[..., LanguageModel]:
+    return hybrid_file.build
+
+
+@pytest.fixture
+def plain_hybrid(hybrid_file: ModuleType) -> Callable[..., Any]:
+    return hybrid_file.Hybrid
 
 
 @pytest.fixture

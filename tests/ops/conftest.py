@@ -154,13 +154,16 @@ def _check_gradients(
 
 
 def _make_weight(values: Tensor, format: str = "bfloat16", **options: Any) -> Weight:
-    """A committed Weight with these master values."""
+    """A committed Weight with these master values; a static input scale, if it has one, under which one normal value in
+    fifty saturates."""
     axes_and_sizes = [part for size in values.shape for part in (None, size)]
     weight = Weight(*axes_and_sizes, format=format, **options)
     assert weight.master is not None
     with torch.no_grad():
         weight.master.copy_(values)
     weight.commit()
+    if weight.input_scale is not None:
+        weight.input_scale.assign(0.0045 * (1 + 0.2 * torch.rand(weight.input_scale.shape)))
     return weight
 
 

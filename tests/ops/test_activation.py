@@ -1,11 +1,11 @@
-"""swiglu and sigmoid: clamps, their boundary, and values far out."""
+"""swiglu, relu2, sigmoid, silu and softplus: clamps, their boundary, and values far out."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from unified_models.ops import sigmoid, swiglu
-from unified_models.ops.activation import silu
+from unified_models.ops import relu2, sigmoid, silu, softplus, swiglu
+from unified_models.ops.activation.reference import relu2 as relu2_reference
 from unified_models.ops.activation.reference import swiglu as reference
 
 LIMIT = 10.0
@@ -24,11 +24,51 @@ def test_swiglu_and_backward(check_gradients, dtype: torch.dtype, limit: float |
     )
 
 
-@pytest.mark.parametrize("fn", [sigmoid, silu], ids=lambda f: f.__name__)
-def test_sigmoid_and_silu_and_backward(check_gradients, fn) -> None:
+TRUTHS = {
+    sigmoid: torch.sigmoid,
+    silu: torch.nn.functional.silu,
+    softplus: torch.nn.functional.softplus,
+}
+
+
+@pytest.mark.parametrize("fn", TRUTHS, ids=lambda f: f.__name__)
+def test_plain_ones_and_backward(check_gradients, fn) -> None:
     x = (8 * torch.randn(300)).requires_grad_()
-    truth = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}[fn.__name__]
-    check_gradients(lambda: fn(x), lambda x: truth(x), {"x": x}, terms=8)
+    check_gradients(lambda: fn(x), lambda x: TRUTHS[fn](x), {"x": x}, terms=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_relu2_and_backward(check_gradients, dtype: torch.dtype) -> None:
+    x = (8 * torch.randn(40, 33)).to(dtype).requires_grad_()
+    check_gradients(lambda: relu2(x), relu2_reference, {"x": x}, terms=8)
+
+
+def test_relu2_rounds_once_and_backward() -> None:
+    """The square of a bfloat16 value is exact in float32, so one rounding; 0 has a gradient of 0, inf and NaN stay."""
+    x = torch.randn(500).bfloat16()
+    assert torch.equal(relu2(x), (x.double().clamp(min=0) ** 2).bfloat16())
+    edge = torch.tensor([0.0, -0.0, -1e30, 1e30, torch.inf, -torch.inf, torch.nan])
+    got = relu2(edge)
+    assert got[:6].tolist() == [0.0, 0.0, 0.0, torch.inf, torch.inf, 0.0]
+    assert bool(got[6].isnan())
+    zero = torch.tensor([0.0, -0.0, -3.0, 2.0], requires_grad=True)
+    relu2(zero).sum().backward()
+    assert zero.grad.tolist() == [0.0, 0.0, 0.0, 4.0]
+
+
+def test_softplus_above_twenty_and_backward() -> None:
+    """x itself above 20, where log1p(e^x) differs by less than half an ulp; never NaN, never below 0; monotone."""
+    x = torch.tensor([-1e4, -104.0, -50.0, 0.0, 19.99, 20.0, 20.01, 88.0, 1e4], requires_grad=True)
+    y = softplus(x)
+    want = torch.nn.functional.softplus(x.detach().double(), threshold=1000)
+    assert torch.allclose(y.double(), want, rtol=2e-7, atol=1e-45)
+    assert torch.equal(y[6:], x[6:])
+    assert bool((y.diff() >= 0).all() and (y >= 0).all())
+    y.sum().backward()
+    assert torch.allclose(
+        x.grad.double(), torch.sigmoid(x.detach().double()), rtol=1e-6, atol=1e-38
+    )
+    assert softplus(torch.tensor(-50.0)).item() > 0
 
 
 def test_gradient_by_finite_differences() -> None:
@@ -37,6 +77,8 @@ def test_gradient_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda g, u: reference(g, u, LIMIT), inputs)
     assert torch.autograd.gradcheck(sigmoid, inputs[:1])
     assert torch.autograd.gradcheck(silu, inputs[:1])
+    assert torch.autograd.gradcheck(softplus, inputs[:1])
+    assert torch.autograd.gradcheck(relu2_reference, inputs[:1])
 
 
 @pytest.mark.parametrize("width", [1, 7, 33, 128])
@@ -44,7 +86,9 @@ def test_rows_keep_their_bits(check_rows, width: int) -> None:
     gate, up = (8 * torch.randn(150, width) for _ in "gu")
     assert check_rows(lambda g, u: swiglu(g, u, LIMIT), gate, up) > 0
     assert check_rows(lambda g, u: swiglu(g, u), gate.bfloat16(), up.bfloat16()) > 0
-    assert check_rows(sigmoid, gate) > 0
+    for fn in (sigmoid, silu, softplus, relu2):
+        assert check_rows(fn, gate) > 0
+    assert check_rows(relu2, up.bfloat16()) > 0
 
 
 def independent(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +134,7 @@ def test_far_out_and_backward() -> None:
     """exp overflows where the functions are finite: no NaN, in value or gradient."""
     x = torch.tensor([-1e4, -200.0, -89.0, 0.0, 89.0, 200.0, 1e4], requires_grad=True)
     up = torch.ones(7, requires_grad=True)
-    for out in (sigmoid(x), silu(x), swiglu(x, up, LIMIT)):
+    for out in (sigmoid(x), silu(x), softplus(x), swiglu(x, up, LIMIT)):
         grads = torch.autograd.grad(out.sum(), x)
         assert bool(out.isfinite().all() and grads[0].isfinite().all())
     assert torch.equal(sigmoid(x)[[0, -1]], torch.tensor([0.0, 1.0]))

@@ -11,6 +11,7 @@ from unified_models.ops.grouped_linear import grouped_linear
 from unified_models.ops.grouped_linear.reference import grouped_linear as reference
 from unified_models.ops.linear import linear
 from unified_models.ops.linear.reference import straight_through
+from unified_models.weight import Reading
 
 FORMATS = [
     ("bfloat16", 100, 40),
@@ -18,6 +19,9 @@ FORMATS = [
     ("fp8_ue8m0", 300, 130),
     ("fp8_float32", 200, 24),
     ("mxfp4", 96, 40),
+    ("fp8_tensor", 100, 40),
+    ("nvfp4", 112, 33),
+    ("nvfp4_four_over_six", 48, 24),
 ]
 IDS = [f"{name}-{k}x{n}" for name, k, n in FORMATS]
 COUNTS = (3, 0, 17, 1, 0)
@@ -27,13 +31,28 @@ def values(experts: int, k: int, n: int) -> Tensor:
     return torch.randn(experts, n, k) / math.sqrt(k)
 
 
+def seen_by(reading: Reading, x_PK: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+    """What the products see instead of x; a static quantisation, with each expert's own scale, is written out here."""
+    if reading.format.input == "dynamic":
+        return dequantized_rows(x_PK)
+    if reading.format.input == "plain":
+        return x_PK
+    scales = reading.weight.input_scale.master.detach()
+    assert len(set(scales.tolist())) == len(counts_E)
+    parts = [
+        (part.float() * (1 / s)).clamp(-448, 448).to(torch.float8_e4m3fn).double() * s.double()
+        for part, s in zip(x_PK.split(counts_E), scales, strict=True)
+    ]
+    return torch.cat(parts)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("name", "k", "n"), FORMATS, ids=IDS)
 def test_grouped_linear_and_backward(check_gradients, make_weight, name, k, n, dtype) -> None:
     weight = make_weight(values(len(COUNTS), k, n), name)
     x = torch.randn(sum(COUNTS), k).to(dtype).requires_grad_()
     reading = weight()
-    seen = dequantized_rows(x.detach()) if reading.format.input == "dynamic" else x.detach()
+    seen = seen_by(reading, x.detach(), COUNTS)
     check_gradients(
         lambda: grouped_linear(x, COUNTS, reading),
         lambda x, w: reference(
@@ -53,11 +72,15 @@ def test_reference_gradient_by_finite_differences() -> None:
 @pytest.mark.parametrize(("name", "k", "n"), FORMATS, ids=IDS)
 def test_rows_are_those_of_linear(make_weight, same_bits, name, k, n) -> None:
     w, x = values(len(COUNTS), k, n), torch.randn(sum(COUNTS), k)
-    (got,) = grouped_linear(x, COUNTS, make_weight(w, name)())
+    stack = make_weight(w, name)
+    (got,) = grouped_linear(x, COUNTS, stack())
     count = start = 0
     for e, rows in enumerate(COUNTS):
         part = slice(start, start + rows)
-        (alone,) = linear(x[part], make_weight(w[e], name)())
+        single = make_weight(w[e], name)
+        if stack.input_scale is not None:
+            single.input_scale.assign(stack.input_scale.master.detach()[e])
+        (alone,) = linear(x[part], single())
         count += same_bits(got[part], alone, f"expert {e}")
         start += rows
     assert count == got.numel() > 0
@@ -79,7 +102,7 @@ def test_rows_keep_their_bits(check_rows, make_weight, name, k, n) -> None:
     assert check_rows(sorted_rows, torch.randn(150, k), experts) > 0
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "fp8_ue8m0", "mxfp4"])
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_ue8m0", "mxfp4", "fp8_tensor", "nvfp4"])
 def test_first_row_for_any_number_of_rows_B09(make_weight, same_bits, name: str) -> None:
     """The same row first, of M = 1, 16, 32, 64, 1024 on its expert, and alone on its expert beside a crowd."""
     reading = make_weight(values(3, 64, 24), name)()
@@ -97,11 +120,12 @@ def test_first_row_for_any_number_of_rows_B09(make_weight, same_bits, name: str)
 def test_idle_experts_and_backward_F10(make_weight) -> None:
     """All rows to expert 0 of 8, and a single row: the idle experts' gradients are zero, not None."""
     for rows in (5, 1):
-        weight = make_weight(values(8, 32, 16), "mxfp4")
-        x = torch.randn(rows, 32, requires_grad=True)
-        grouped_linear(x, (rows, *[0] * 7), weight())[0].float().square().sum().backward()
-        assert bool((weight.master.grad[1:] == 0).all())
-        assert bool((weight.master.grad[0] != 0).any())
+        for name in ("mxfp4", "fp8_tensor", "nvfp4"):
+            weight = make_weight(values(8, 32, 16), name)
+            x = torch.randn(rows, 32, requires_grad=True)
+            grouped_linear(x, (rows, *[0] * 7), weight())[0].float().square().sum().backward()
+            assert bool((weight.master.grad[1:] == 0).all())
+            assert bool((weight.master.grad[0] != 0).any())
 
 
 def test_no_rows_at_all_and_backward(make_weight) -> None:

@@ -69,6 +69,19 @@ def micro(micro_folder: Path) -> LanguageModel:
     return um.load(micro_folder, numerics="float32")
 
 
+@pytest.fixture(scope="session")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nemotron-H with every kind of layer and chunks of 16 tokens."""
+    folder = tmp_path_factory.mktemp("hybrid") / "nemotron_h"
+    um.make_tiny("nemotron_h", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hybrid(hybrid_folder: Path) -> LanguageModel:
+    return um.load(hybrid_folder)
+
+
 @pytest.fixture
 def draw() -> Any:
     """draw(3, 5): random token ids, a list of each length."""

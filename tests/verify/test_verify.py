@@ -13,11 +13,16 @@ import torch
 from rich.console import Console
 
 from unified_models.verify import default_lengths, verify_folder
-from unified_models.verify.counters import Counters, cut_margins, unmet
+from unified_models.verify.counters import Counters, absent, cut_margins
 from unified_models.verify.report import Cell, Key, Report
 from unified_models.verify.schedule import KINDS, Kind, Material, Scored
 from unified_models.verify.watch import Watch
 
+SCANS = {"folds_inside", "folds_across", "state_hits", "preempted_open", "waited_for_state"}
+"""Counters of what DeepSeek-V4 has not."""
+ENGINES = {"preemptions", "updates", "prefix_hits", "mixed_steps"}
+"""Counters of what every model has."""
+TABLE = [kind for kind in KINDS if not kind.lengths]
 DEMANDED = {*range(6), 7, 8, 127, 128, 129, 255, 256, 257, 300, 15, 16, 17}
 
 
@@ -35,7 +40,7 @@ def test_the_tiny_checkpoint_is_exact(tiny_folder: Path) -> None:
         Key(numerics, threads, kind.name, length)
         for numerics in ("deployed", "float32")
         for threads in (1, 2)
-        for kind in KINDS
+        for kind in TABLE
         for length in lengths
     }
     assert set(report.cells) == wanted
@@ -46,7 +51,8 @@ def test_the_tiny_checkpoint_is_exact(tiny_folder: Path) -> None:
         assert cell.gap.valid == cell.bits.compared
         assert cell.gap.max == cell.gap.mean == cell.gap.std == cell.gap.k3 == 0
 
-    assert all(value > 0 for value in asdict(report.counters).values()), report.counters
+    assert all(value > 0 for value in report.counts.values()), report.counts
+    assert set(asdict(report.counters)) - set(report.counts) == SCANS
     for line in report.controls.values():
         assert "named 17 of 17, reached the logprobs: embed" in line
     written = json.loads(report.to_json())
@@ -67,7 +73,7 @@ def small(folder: Path, **options: Any) -> Report:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.name)
 def test_a_fault_makes_every_kind_fail_and_is_named(
     micro_folder: Path, faulty: Any, kind: Kind
 ) -> None:
@@ -136,7 +142,9 @@ def test_a_cell_without_tokens_fails() -> None:
     assert report.ok
     report.cells[Key("float32", 1, "alone", 5)].add(lp[:0], lp[:0])
     report.cells[Key("float32", 1, "alone", 6)] = Cell()
-    report.missing.append("preemptions")
+    report.demanded = True
+    report.absent = set(asdict(report.counters)) - {"preemptions", "updates"}
+    report.counters.updates = 1
     assert list(report.problems()) == [
         "float32, 1 thread(s), alone, length 5: 0 of 0 tokens were compared",
         "float32, 1 thread(s), alone, length 6: no sequence was run",
@@ -164,8 +172,9 @@ def test_margins_at_the_cut() -> None:
     assert cut_margins(scores, 3).tolist() == [inf] * 4
 
 
-def test_counters_are_demanded_where_the_model_has_what_they_count(micro: Any) -> None:
-    names = unmet(Counters(), micro, {"select", "choose", "expert_rows"})
-    assert set(names) == set(asdict(Counters()))
-    assert "select_ties" not in unmet(Counters(), micro, {"choose"})
-    assert "preemptions" not in unmet(Counters(preemptions=1), micro, set())
+def test_counters_are_of_what_the_model_has(micro: Any, toy: Any) -> None:
+    names = set(asdict(Counters()))
+    assert absent(micro, {"select", "choose", "expert_rows"}) == SCANS
+    assert "select_ties" in absent(micro, {"choose"})
+    assert absent(toy, set()) == names - ENGINES
+    assert Counters(updates=2).without(names - {"updates"}) == {"updates": 2}

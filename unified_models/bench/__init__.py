@@ -11,11 +11,12 @@ from unified_models.bench.clock import in_turn
 from unified_models.bench.conditions import conditions
 from unified_models.bench.jobs import Job, memory_jobs, whole_job
 from unified_models.bench.report import JobTimes, Result, Speed
+from unified_models.bench.scan import ScanResult, scan_results
 from unified_models.checkpoint import load
 from unified_models.tiny import make_tiny
 from unified_models.verify.compare import Comparison
 
-__all__ = ["Result", "Size", "run"]
+__all__ = ["Result", "ScanResult", "Size", "run", "scan_results"]
 
 
 def run(

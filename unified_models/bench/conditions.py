@@ -16,6 +16,12 @@ def conditions(name: str, model: LanguageModel, command: str) -> dict[str, Any]:
         "command": command,
         "model": f"tiny {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
         "numerics": model.numerics,
+    } | machine()
+
+
+def machine() -> dict[str, Any]:
+    """What it was measured on."""
+    return {
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cpu": cpu_name(),

@@ -5,6 +5,7 @@ from typing import Any
 
 from unified_models.bench.cases import PROMPT, Size, make_prompts
 from unified_models.bench.clock import seconds_of
+from unified_models.context.slots import State
 from unified_models.engine import Engine, Output, Sampling, Stats
 from unified_models.model import LanguageModel
 from unified_models.training import logprobs
@@ -60,21 +61,25 @@ def whole_job(model: LanguageModel, size: Size, seed: int) -> Job:
 
 
 def memory_jobs(model: LanguageModel, size: Size, seed: int) -> list[Job]:
-    """With and without the prefix cache: prompts that begin alike, and too little memory for what they grow to.
+    """With and without the prefix cache: prompts that begin alike, and too little memory for what they grow to; for
+    models with a scan, too few places for states.
 
-    Half of the sampled tokens lie beyond `length`, where a page of the longest kind of entry is full: all requests are
-    let in, some must give way.
+    Half of the sampled tokens lie beyond `length`, where a page of every kind is full: all requests are let in within
+    two steps, and some must give way.
     """
     few = max(2, size.requests // 2)
     before, *alike = make_prompts(model, few + 1, size.length + PROMPT, seed, shared=size.length)
     tokens = max(PROMPT, size.tokens // 4)
     prompts = make_prompts(model, few, max(1, size.length - tokens // 2), seed)
-    little = few * size.length * 5 // 4
+    little = few * size.length
+    tight = {"cache_tokens": little, "step_tokens": little // 2}
     jobs = []
     for cache, name in ((True, "cache"), (False, "no cache")):
         options = {"prefix_cache": cache}
         jobs += [
             Job(f"shared prefix, {name}", alike, PROMPT, options, before),
-            Job(f"little memory, {name}", prompts, tokens, options | {"cache_tokens": little}),
+            Job(f"little memory, {name}", prompts, tokens, options | tight),
         ]
+    if any(isinstance(slot, State) for slot in model.slots().values()):
+        jobs.append(Job("few states", prompts, tokens, {"state_slots": few // 2}))
     return jobs

@@ -62,6 +62,7 @@ class JobTimes:
             "tokens_recomputed": stats.tokens_recomputed,
             "prefix_hits": stats.prefix_hits,
             "preemptions": stats.preemptions,
+            "waited_for_state": stats.waited_for_state,
         }
 
 
@@ -138,12 +139,14 @@ class Result:
         table = Table(
             title=f"{self.name}: whole jobs of the engine; tokens run, run again, found in memory"
         )
-        for header in ("", "seconds", "steps", "run", "again", "found", "preempted"):
+        headers = ("", "seconds", "steps", "run", "again", "found", "preempted", "waited")
+        for header in headers:
             table.add_column(header, justify="right" if header else "left")
         for job in self.jobs:
             found = job.as_dict()
             counts = ("steps", "tokens_run", "tokens_recomputed", "prefix_hits", "preemptions")
-            table.add_row(job.name, f"{found['seconds']:.2f}", *(str(found[key]) for key in counts))
+            cells = (str(found[key]) for key in (*counts, "waited_for_state"))
+            table.add_row(job.name, f"{found['seconds']:.2f}", *cells)
         return table
 
     @property

@@ -13,7 +13,8 @@ from unified_models.formats import Format
 
 @dataclass(frozen=True)
 class Change:
-    """A tensor of which `changed` of `blocks` scale blocks (plain formats: values) came back with other values.
+    """A tensor of which `changed` of `blocks` blocks came back with other values. A block is what shares a scale: 128
+    x 128, 16 or 32 values, or the whole; of plain formats, one value.
 
     largest: the largest |new - old|, as a share of the largest |value| of its block.
     """
@@ -48,7 +49,7 @@ def compare(name: str, format: Format, old: Tensor, new: Tensor) -> Change | Non
     if not ((old != new) & ~(old.isnan() & new.isnan())).any():
         return None
     layout = LAYOUTS.get(format.name)
-    size = (layout.rows, layout.columns) if layout else (1, 1)
+    size = layout.block(old.shape[-2], old.shape[-1]) if layout else (1, 1)
     difference = _largest((new.double() - old.double()).abs(), size)
     value = torch.maximum(_largest(old.double().abs(), size), _largest(new.double().abs(), size))
     changed = difference != 0

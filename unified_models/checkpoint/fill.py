@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from unified_models.checkpoint.changes import Change, compare
 from unified_models.checkpoint.match import Source
-from unified_models.checkpoint.quantized import to_packed
+from unified_models.checkpoint.names import Part
+from unified_models.checkpoint.quantized import LAYOUTS, to_packed
 from unified_models.checkpoint.shards import Shards
 from unified_models.formats import Packed
 from unified_models.progress import Bar, bar
-from unified_models.weight import Table, Weight
+from unified_models.weight import Table, Weight, check_scales
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,14 @@ class Held:
     def read(cls, shards: Shards, source: Source, device: torch.device) -> "Held":
         assert source.format is not None
         tensor = shards.read(source.tensor.name).to(device)
-        if source.scale is None:
-            return cls(source, tensor, None)
-        scale = shards.read(source.scale.name).to(device)
-        packed = to_packed(source.tensor.name, tensor, scale)
+        if not source.scales:
+            source.part.owner.check(tensor, source.tensor.name)
+            return cls(source, tensor.reshape(source.part.shape), None)
+        scales = {
+            piece: (stored.name, shards.read(stored.name).to(device))
+            for piece, stored in source.scales.items()
+        }
+        packed = to_packed(LAYOUTS[source.format.name], tensor, scales)
         return cls(source, source.format.unpack(packed, source.part.shape), packed)
 
     def rounded(self) -> Tensor:
@@ -53,7 +58,15 @@ def may_change(source: Source) -> bool:
     """Whether packing can give this tensor other values than the file's. Masters are not packed values."""
     if source.format is None or source.format.name == "float32" or source.master:
         return False
-    return source.scale is not None or source.tensor.dtype != "BF16"
+    return bool(source.scales) or source.tensor.dtype != "BF16"
+
+
+def read_input_scale(shards: Shards, source: Source) -> Tensor:
+    """float32 []: the scale of the input. Raises ValueError naming it if it is no finite number above 0."""
+    assert source.input_scale is not None
+    scale = shards.read(source.input_scale.name).reshape(())
+    check_scales(scale, source.input_scale.name)
+    return scale
 
 
 @torch.no_grad()
@@ -63,7 +76,11 @@ def repacked(shards: Shards, source: Source) -> Change | None:
     if isinstance(owner, Table):
         owner.check(shards.read(source.tensor.name), source.tensor.name)
         return None
+    if source.input_scale is not None:
+        read_input_scale(shards, source)
     if not may_change(source):
+        if owner.positive:
+            owner.check(shards.read(source.tensor.name), source.tensor.name)
         return None
     assert source.format is not None
     held = Held.read(shards, source, torch.device("cpu"))
@@ -72,11 +89,15 @@ def repacked(shards: Shards, source: Source) -> Change | None:
 
 @dataclass
 class Filler:
-    """Fills parts on one device. keep_masters: False leaves the file's packed bytes only."""
+    """Fills parts on one device.
+
+    keep: "master" leaves masters and what they pack to; "packed" the same packed bytes without masters; "file" the
+    file's own packed bytes.
+    """
 
     shards: Shards
     device: torch.device
-    keep_masters: bool
+    keep: str
     changed: list[Change] = field(default_factory=list)
 
     @torch.no_grad()
@@ -93,13 +114,29 @@ class Filler:
                 else:
                     self._fill_weight(owner, parts, shown)
 
+    @torch.no_grad()
+    def use_defaults(self, parts: Sequence[Part]) -> None:
+        """Give each part that the checkpoint lacks the value that this means."""
+        for part in parts:
+            assert isinstance(part.owner, Weight) and part.owner.default is not None
+            self._hold(part.owner, torch.full(part.owner.shape, part.owner.default))
+
+    def _hold(self, weight: Weight, values: Tensor) -> None:
+        """The whole of a float32 weight."""
+        values = values.to(self.device, torch.float32)
+        if self.keep == "master":
+            weight.master = nn.Parameter(values, requires_grad=not weight.frozen)
+        else:
+            weight.drop_master()
+        weight.keep(weight.format.pack(values))
+
     def _fill_table(self, table: Table, source: Source) -> None:
         values = self.shards.read(source.tensor.name)
         table.check(values, source.tensor.name)
         table.data = values.to(self.device, torch.int64, copy=True)
 
     def _fill_weight(self, weight: Weight, sources: Sequence[Source], shown: Bar) -> None:
-        if not self.keep_masters:
+        if self.keep != "master":
             weight.drop_master()
         elif weight.master is not None and weight.master.device != self.device:
             empty = torch.empty(weight.shape, dtype=torch.float32, device=self.device)
@@ -116,18 +153,23 @@ class Filler:
                     packed[name] = values.new_empty((len(sources), *values.shape))
                 packed[name][index].copy_(values)
         weight.keep(packed)
+        if weight.input_scale is not None:
+            scales = [read_input_scale(self.shards, source) for source in sources]
+            self._hold(weight.input_scale, torch.stack(scales).view(weight.input_scale.shape))
 
     def _fill_part(self, weight: Weight, source: Source) -> Packed:
         """Fill the master of one part; its packed bytes."""
         held = Held.read(self.shards, source, self.device)
         deployed = weight.format is source.format
-        if weight.master is None:
-            packed = held.packed or weight.format.pack(held.values)
+        if self.keep == "file" and held.packed is not None:
+            packed = held.packed
         else:
-            index = source.part.index
-            master = weight.master if index is None else weight.master[index]
-            master.copy_(held.rounded() if deployed else held.values)
-            packed = weight.format.pack(master)
+            values = held.rounded() if deployed else held.values
+            if weight.master is not None:
+                index = source.part.index
+                master = weight.master if index is None else weight.master[index]
+                values = master.copy_(values)
+            packed = weight.format.pack(values)
         if deployed and packed is not held.packed and may_change(source):
             change = held.change(packed)
             self.changed.extend([change] if change else [])

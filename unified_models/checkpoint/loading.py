@@ -3,6 +3,7 @@
 import json
 import resource
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,23 +13,27 @@ import torch
 
 from unified_models import registry
 from unified_models.checkpoint.changes import Change, told
+from unified_models.checkpoint.config_files import CONFIG, read_config
+from unified_models.checkpoint.divisor import settle_divisor
 from unified_models.checkpoint.fill import Filler
 from unified_models.checkpoint.match import FORMATS_KEY, Match, Source, match
-from unified_models.checkpoint.names import Names
-from unified_models.checkpoint.shards import Shards, open_shards
-from unified_models.config import load_json
+from unified_models.checkpoint.names import Names, Part
+from unified_models.checkpoint.shards import Shards, few, open_shards, some
 from unified_models.model import LanguageModel, bind_numerics
 from unified_models.weight import Weight
+
+WEIGHTS = ("master", "packed", "file")
 
 
 @dataclass(frozen=True)
 class LoadReport:
     """What a load did, beyond what was asked.
 
-    skipped: tensor -> reason, by the model file's rule. stray: files of the folder that were not read. unlisted:
-    tensors that the index does not name. widened: float32-compute parameters that the file holds in 16 bits.
-    changed: tensors whose packed values are not the file's. read_bytes: of tensors. peak_bytes: the most memory this
-    process ever held, mapped file pages included.
+    skipped: tensor -> reason, by rule. stray: files of the folder that were not read. unlisted: tensors that the index
+    does not name. widened: float32-compute parameters that the file holds in 16 bits. changed: tensors whose packed
+    values are not the file's. defaults: what was assumed of tensors that the checkpoint lacks, a line for each value.
+    notes: tensors that it holds otherwise than a pattern of config.json implies, one a line. read_bytes: of tensors.
+    peak_bytes: the most memory this process ever held, mapped file pages included.
     """
 
     skipped: dict[str, str]
@@ -36,6 +41,8 @@ class LoadReport:
     unlisted: tuple[str, ...]
     widened: tuple[str, ...]
     changed: tuple[Change, ...]
+    defaults: tuple[str, ...]
+    notes: tuple[str, ...]
     tensors: int
     read_bytes: int
     seconds: float
@@ -50,6 +57,7 @@ class LoadReport:
             lines.append(
                 f"{len(self.skipped)} skipped by rule: {', '.join(set(self.skipped.values()))}"
             )
+        lines += [*self.defaults, *few(self.notes)]
         lines += [f"not read: {name}" for name in (*self.stray, *self.unlisted)]
         lines += [f"float32 parameter stored in 16 bits: {name}" for name in self.widened]
         lines += [f"re-packed with other values: {line}" for line in told(self.changed)]
@@ -70,15 +78,16 @@ def load(
     Args:
         numerics: "deployed" runs the checkpoint's formats: master = bf16(dequantised file value) and packed =
             pack(master). "float32" quantises nothing: master = dequantised file value.
-        weights: "master" as above. "file" keeps the file's packed bytes and no masters, for serving only.
+        weights: "master" as above. "packed" keeps the same packed bytes and no masters, for serving. "file" keeps the
+            file's own packed bytes and no masters, for serving what was released, with other bits.
         progress: show a bar when loading takes more than two seconds, on a terminal.
         ignore_index: read every *.safetensors of the folder, whatever the index says.
 
     Raises ValueError naming the file, the tensor or the argument and both values; everything that headers can tell is
     checked before any tensor is read.
     """
-    if weights not in ("master", "file"):
-        raise ValueError(f"weights must be 'master' or 'file', got {weights!r}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
     if weights == "file" and numerics != "deployed":
         raise ValueError(
             f"weights='file' serves the checkpoint's formats; numerics is {numerics!r}"
@@ -86,18 +95,9 @@ def load(
     start = time.perf_counter()
     folder = Path(folder)
     model = build(folder)
-    names = Names.of(model)
     shards = open_shards(folder, ignore_index)
-    found = match_folder(names, shards)
-    if problems := found.problems():
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{folder}: the checkpoint does not fit {name_of(model)}\n  {listed}")
-
-    bind_formats(model, found)
-    bind_numerics(model, numerics)
-    model.weights_from = weights
-    filler = Filler(shards, torch.device(device), keep_masters=weights == "master")
-    filler.fill(found.sources, progress)
+    found = match_folder(Names.of(model), shards)
+    filler = fill(model, shards, found, device, numerics, weights, progress)
     shards.close()
     model.to(device)
     model.load_report = LoadReport(
@@ -106,6 +106,8 @@ def load(
         unlisted=shards.unlisted,
         widened=tuple(s.tensor.name for s in found.sources if _widened(s)),
         changed=tuple(filler.changed),
+        defaults=tuple(absent(found.defaulted)),
+        notes=tuple(found.notes),
         tensors=len(found.sources),
         read_bytes=sum(source.size for source in found.sources),
         seconds=time.perf_counter() - start,
@@ -114,12 +116,36 @@ def load(
     return model
 
 
+def fill(
+    model: LanguageModel,
+    shards: Shards,
+    found: Match,
+    device: str | torch.device,
+    numerics: str,
+    weights: str,
+    progress: bool,
+) -> Filler:
+    """Give a built model the formats and values that were found for it. ValueError, before anything changes, where
+    they do not fit."""
+    if problems := found.problems():
+        listed = "\n  ".join(problems)
+        raise ValueError(
+            f"{shards.folder}: the checkpoint does not fit {name_of(model)}\n  {listed}"
+        )
+    settle_divisor(found, shards)
+    bind_formats(model, found)
+    bind_numerics(model, numerics)
+    model.weights_from = "file" if weights == "file" else "master"
+    filler = Filler(shards, torch.device(device), weights)
+    filler.fill(found.sources, progress)
+    filler.use_defaults(found.defaulted)
+    return filler
+
+
 def build(folder: Path) -> LanguageModel:
     """The model that config.json describes, its storage allocated and not yet touched."""
     module, raw = architecture(folder)
-    model: LanguageModel = module.Model(
-        module.Config.from_json(raw, source=str(folder / "config.json"))
-    )
+    model: LanguageModel = module.Model(module.Config.from_json(raw, source=str(folder / CONFIG)))
     model.name_parts()
     return model
 
@@ -131,8 +157,8 @@ def name_of(model: LanguageModel) -> str:
 
 def architecture(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
     """The model file that a folder's config.json names, and the JSON."""
-    path = folder / "config.json"
-    raw = load_json(path)
+    path = folder / CONFIG
+    raw = read_config(folder)
     if "model_type" not in raw:
         raise ValueError(f"{path}: missing key 'model_type'")
     try:
@@ -155,8 +181,20 @@ def match_folder(names: Names, shards: Shards) -> Match:
 def bind_formats(model: LanguageModel, found: Match) -> None:
     """Give every weight the format that the file holds."""
     for path, weight in model.weights():
-        weight.stored = found.formats[path]
-        weight.bind(weight.stored.name)
+        if path in found.formats:
+            weight.stored = found.formats[path]
+            weight.bind(weight.stored.name)
+    model.name_parts()
+
+
+def absent(parts: Sequence[Part]) -> Iterator[str]:
+    """One line for each value that tensors have which a checkpoint lacks, with their names."""
+    names: dict[float, list[str]] = {}
+    for part in parts:
+        assert isinstance(part.owner, Weight) and part.owner.default is not None
+        names.setdefault(part.owner.default, []).append(part.name)
+    for value, lacking in names.items():
+        yield f"{value} for {len(lacking)} tensors that are not there: {some(lacking, len(lacking))}"
 
 
 def _peak_bytes() -> int:

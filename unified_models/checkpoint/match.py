@@ -1,47 +1,65 @@
 """Matching a checkpoint against a built model, from headers alone: strict both ways."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unified_models.checkpoint.names import Names, Part
-from unified_models.checkpoint.quantized import PLAIN, recognise, scale_names
+from unified_models.checkpoint.names import Names, Part, input_scale_name
+from unified_models.checkpoint.quantized import (
+    LAYOUTS,
+    PLAIN,
+    PLAIN_FORMATS,
+    base,
+    beside,
+    expect,
+    recognise,
+)
 from unified_models.checkpoint.shards import Shards, Stored, some
 from unified_models.formats import Format, accepts, find
+from unified_models.quantization import Quantization
 from unified_models.weight import Table, Weight
 
 FORMATS_KEY = "unified_models.formats"
 """Key of the header metadata in which a checkpoint of float32 masters keeps their formats, as JSON: name -> format."""
+NO_INPUT_SCALE = "activations stay as they are (W4A16)"
 
 
 @dataclass(frozen=True)
 class Source:
     """Where one part lies in the file. format: as the file holds it, or says its packed values are; None: a table.
 
+    scales: what is beside codes, by their names in `Packed`. input_scale: of a format whose input has a static one.
     master: the tensor is a master that a checkpoint of masters holds, not packed values.
     """
 
     part: Part
     tensor: Stored
-    scale: Stored | None = None
+    scales: Mapping[str, Stored] = field(default_factory=dict)
     format: Format | None = None
+    input_scale: Stored | None = None
     master: bool = False
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        return self.tensor.size + (self.scale.size if self.scale else 0)
+        beside = (*self.scales.values(), *([self.input_scale] if self.input_scale else []))
+        return self.tensor.size + sum(scale.size for scale in beside)
 
 
 @dataclass
 class Match:
-    """sources: what each part is filled from. skipped: tensor name -> the rule's reason. The rest are problems."""
+    """sources: what each part is filled from. skipped: tensor name -> the rule's reason. defaulted: parts that the
+    checkpoint lacks, and that have a value then. The rest are problems."""
 
     sources: list[Source] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    defaulted: list[Part] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     formats: dict[str, Format] = field(default_factory=dict)
     """module path of each Weight -> the format that the file gives it"""
+    notes: list[str] = field(default_factory=list)
+    """tensors that are held otherwise than a pattern of config.json implies, one a line"""
 
     def problems(self) -> list[str]:
         """Why this checkpoint cannot be loaded, one a line; empty if it can."""
@@ -60,23 +78,34 @@ def match(names: Names, shards: Shards, packed_formats: dict[str, str]) -> Match
     """
     found = Match()
     used: set[str] = set()
+    quantization = quantization_of(names)
     for part in names.parts:
+        if part.of_input:
+            continue
         present = [name for name in part.spellings() if name in shards.tensors]
         if not present:
-            found.missing.append(part.name)
+            absent_is_fine = isinstance(part.owner, Weight) and part.owner.default is not None
+            found.defaulted.extend([part] if absent_is_fine else [])
+            found.missing.extend([] if absent_is_fine else [part.name])
             continue
         tensor = shards.tensors[present[0]]
-        scales = [name for name in scale_names(tensor.name) if name in shards.tensors]
-        used.update(present, scales)
-        if len(present) > 1 or len(scales) > 1:
-            twice = present if len(present) > 1 else scales
-            found.wrong.append(f"{' and '.join(twice)} are the same tensor of {part.path}")
+        scales = beside(tensor.name, shards.tensors)
+        input_scale = shards.tensors.get(input_scale_name(tensor.name))
+        used.update(present, (scale.name for scale in scales.values()))
+        if len(present) > 1:
+            found.wrong.append(f"{' and '.join(present)} are the same tensor of {part.path}")
             continue
-        scale = shards.tensors[scales[0]] if scales else None
         try:
-            found.sources.append(_source(part, tensor, scale, packed_formats))
+            source = _source(part, tensor, scales, packed_formats, quantization)
+            found.sources.append(_with_input(source, input_scale))
         except ValueError as problem:
             found.wrong.append(str(problem))
+            used.update([input_scale.name] if input_scale else [])
+            continue
+        if input_scale is not None:
+            used.add(input_scale.name)
+            if found.sources[-1].input_scale is None:
+                found.skipped[input_scale.name] = NO_INPUT_SCALE
     for name in shards.tensors:
         if name not in used:
             reason = names.reason(name)
@@ -84,31 +113,68 @@ def match(names: Names, shards: Shards, packed_formats: dict[str, str]) -> Match
                 found.unused.append(name)
             else:
                 found.skipped[name] = reason
-    _settle_formats(found)
+    _settle_formats(found, quantization)
     return found
 
 
+def quantization_of(names: Names) -> Quantization | None:
+    """What config.json says of each module, if the architecture reads that."""
+    said = getattr(getattr(names.model, "config", None), "quantization", None)
+    return said if isinstance(said, Quantization) else None
+
+
 def _source(
-    part: Part, tensor: Stored, scale: Stored | None, packed_formats: dict[str, str]
+    part: Part,
+    tensor: Stored,
+    scales: Mapping[str, Stored],
+    packed_formats: dict[str, str],
+    quantization: Quantization | None,
 ) -> Source:
-    if isinstance(part.owner, Table):
+    """The source of one part, without the scale of its input."""
+    owner = part.owner
+    if isinstance(owner, Table):
         if tensor.dtype not in ("I64", "I32"):
             raise ValueError(f"{tensor.name} is {tensor.dtype}, expected I64 or I32 for a table")
         if tensor.shape != tuple(part.shape):
             raise ValueError(f"{tensor.name} is {tensor.shape}, expected {tuple(part.shape)}")
-        if scale is not None:
+        for scale in scales.values():
             raise ValueError(f"{scale.name} scales nothing: {tensor.name} is a table")
         return Source(part, tensor)
-    kind = recognise(tensor, scale, part.shape, part.owner.declared)
+    kind, pieces = recognise(tensor, scales, part.shape, owner.declared)
     master = tensor.dtype in PLAIN and tensor.name in packed_formats
+    if master:
+        kind = packed_formats[tensor.name]
+    else:
+        said = owner.declared
+        if said is None and quantization is not None:
+            said = quantization.expected(base(tensor.name))
+        # a config that names a member of a family leaves no choice to the file
+        kind = said if said in LAYOUTS and accepts(kind, said) else kind
+    return Source(part, tensor, pieces, find(kind), master=master)
+
+
+def _with_input(source: Source, input_scale: Stored | None) -> Source:
+    """The source, with the scale of its input where its format needs one."""
+    if source.format is None or source.format.input != "static":
+        return source
+    name = source.tensor.name
+    if input_scale is None:
+        raise ValueError(
+            f"{name} holds {source.format.name}, whose input has a static scale, and "
+            f"{input_scale_name(name)} is missing"
+        )
+    if input_scale.dtype != "F32":
+        raise ValueError(f"{input_scale.name} is {input_scale.dtype}, expected F32")
+    expect(input_scale, ())
     return Source(
-        part, tensor, scale, find(packed_formats[tensor.name] if master else kind), master
+        source.part, source.tensor, source.scales, source.format, input_scale, source.master
     )
 
 
-def _settle_formats(found: Match) -> None:
-    """One format for each Weight: the experts of a stack agree, and so does what the architecture declares."""
+def _settle_formats(found: Match, quantization: Quantization | None) -> None:
+    """One format for each Weight: the experts of a stack agree, and so does what config and architecture say."""
     first: dict[str, Source] = {}
+    contradicted: set[str] = set()
     for source in found.sources:
         path, owner, format = source.part.path, source.part.owner, source.format
         if not isinstance(owner, Weight) or format is None:
@@ -120,13 +186,36 @@ def _settle_formats(found: Match) -> None:
                 f"{path}: {before.tensor.name} holds {before.format.name}, "
                 f"{source.tensor.name} holds {format.name}"
             )
-        elif before is source and not accepts(owner.declared, format.name):
-            found.wrong.append(
-                f"contradiction: config says {owner.declared} for {path}, "
-                f"tensor {source.tensor.name} holds {format.name} ({_dtypes(source)})"
-            )
+        for said in {owner.declared: 0, _stated(source, quantization): 0}:
+            if path not in contradicted and not accepts(said, format.name):
+                contradicted.add(path)
+                found.wrong.append(
+                    f"contradiction: config says {said} for {path}, "
+                    f"tensor {source.tensor.name} holds {format.name} ({_dtypes(source)})"
+                )
         found.formats[path] = format
+        if owner.declared is None and quantization is not None:
+            implied = quantization.expected(base(source.tensor.name))
+            if not accepts(implied, format.name):
+                found.notes.append(
+                    f"{source.tensor.name}: a pattern of config.json implies {implied}, "
+                    f"the file holds {format.name}"
+                )
+    for part in found.defaulted:
+        if isinstance(part.owner, Weight):
+            found.formats[part.path] = find(part.owner.declared or "float32")
+
+
+def _stated(source: Source, quantization: Quantization | None) -> str | None:
+    """What the config states for this very tensor; None where it gives a pattern, or does not mention a plain one."""
+    if quantization is None:
+        return None
+    stated = quantization.stated(base(source.tensor.name))
+    assert source.format is not None
+    plain = stated == "bfloat16" and source.format.name in PLAIN_FORMATS
+    return None if plain else stated
 
 
 def _dtypes(source: Source) -> str:
-    return source.tensor.dtype + (f" with {source.scale.dtype} scales" if source.scale else "")
+    scales = " and ".join(scale.dtype for scale in source.scales.values())
+    return source.tensor.dtype + (f" with {scales} scales" if scales else "")

@@ -10,6 +10,8 @@ others are read too). In a pattern:
 
 and with `SKIPPED`, a regular expression of tensor names -> why such tensors are not part of the model. On reading, a
 name may carry a leading "model.", as some exporters write it.
+
+No pattern names an input scale: it is called after the weight that it belongs to, X.input_scale beside X.weight.
 """
 
 import re
@@ -34,12 +36,14 @@ class Part:
     """One tensor of a checkpoint: a whole Weight or Table, or matrix `index` of a stacked Weight.
 
     names: as a checkpoint may spell it, without the "model." prefix; the first is the one that is written.
+    of_input: it is the input scale of the part before, which it comes with.
     """
 
     path: str
     owner: Weight | Table
     names: tuple[str, ...]
     index: int | None = None
+    of_input: bool = False
 
     @property
     def name(self) -> str:
@@ -119,9 +123,15 @@ class Names:
         """Every tensor that a checkpoint of the model has, in module order."""
         patterns = [Pattern(path, names) for path, names in self.table.items()]
         found: list[Part] = []
+        input_scales: set[Weight] = set()
         for path, owner in self.model.named_modules():
-            if isinstance(owner, Weight | Table):
-                found.extend(_parts_of(path, owner, patterns))
+            if not isinstance(owner, Weight | Table) or owner in input_scales:
+                continue
+            parts = _parts_of(path, owner, patterns)
+            found.extend(parts)
+            if isinstance(owner, Weight) and owner.input_scale is not None:
+                input_scales.add(owner.input_scale)
+                found.extend(_input_scales(path, owner.input_scale, parts))
         seen: dict[str, str] = {}
         for part in found:
             for name in part.names:
@@ -141,6 +151,18 @@ class Names:
             if re.fullmatch(pattern, name.removeprefix(_PREFIX)):
                 return reason
         return None
+
+
+def input_scale_name(name: str) -> str:
+    """X.input_scale, of X.weight."""
+    return f"{name.removesuffix('.weight')}.input_scale"
+
+
+def _input_scales(path: str, owner: Weight, parts: list[Part]) -> Iterator[Part]:
+    """One for each matrix of the weight at `path`."""
+    for part in parts:
+        names = tuple(map(input_scale_name, part.names))
+        yield Part(f"{path}.input_scale", owner, names, part.index, of_input=True)
 
 
 def _parts_of(path: str, owner: Weight | Table, patterns: list[Pattern]) -> list[Part]:

@@ -11,11 +11,12 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from unified_models.checkpoint.changes import Change, told
+from unified_models.checkpoint.divisor import settle_divisor
 from unified_models.checkpoint.fill import repacked
-from unified_models.checkpoint.loading import build, match_folder, name_of
+from unified_models.checkpoint.loading import absent, build, match_folder, name_of
 from unified_models.checkpoint.match import Match, Source
 from unified_models.checkpoint.names import Names
-from unified_models.checkpoint.shards import Shards, Stored, open_shards
+from unified_models.checkpoint.shards import Shards, Stored, few, open_shards
 from unified_models.progress import bar
 
 
@@ -24,7 +25,8 @@ class Line:
     """One tensor of a file. path: of the Weight or Table that it fills, with [index] in a stack; None: no part's.
 
     format: of the weight it belongs to, or the whole-number dtype of a table; None where nothing reads it.
-    decision: "read", "scale of <name>", "skipped: <reason>", "unused", or "refused" (see the problems).
+    decision: "read", "scale of <name>", "input scale of <name>", "skipped: <reason>", "unused", or "refused" (see the
+    problems).
     """
 
     name: str
@@ -40,7 +42,8 @@ class Line:
 @dataclass(frozen=True)
 class Report:
     """lines: every tensor that the checkpoint lists. changed: tensors that packing gives other values; empty when
-    values were not looked at. problems: why `load` would refuse, one a line; empty: it loads."""
+    values were not looked at. notes: what the file leaves to a default, and what it holds otherwise than patterns of
+    config.json imply. problems: why `load` would refuse, one a line; empty: it loads."""
 
     folder: Path
     architecture: str
@@ -49,6 +52,7 @@ class Report:
     unlisted: tuple[str, ...]
     changed: tuple[Change, ...]
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     formats: dict[str, int] = field(default_factory=dict)
     """format -> bytes in the file, scales included"""
 
@@ -70,6 +74,7 @@ def describe(
     model = build(folder)
     shards = open_shards(folder, ignore_index)
     found = match_folder(Names.of(model), shards)
+    settle_divisor(found, shards)
     lines = _lines(found, shards)
     formats: Counter[str] = Counter()
     for line in lines:
@@ -86,6 +91,7 @@ def describe(
         unlisted=shards.unlisted,
         changed=tuple(changed),
         problems=tuple(problems),
+        notes=(*absent(found.defaulted), *found.notes),
         formats=dict(formats),
     )
 
@@ -111,8 +117,10 @@ def _lines(found: Match, shards: Shards) -> tuple[Line, ...]:
     readers: dict[str, tuple[Source, str]] = {}
     for source in found.sources:
         readers[source.tensor.name] = (source, "read")
-        if source.scale is not None:
-            readers[source.scale.name] = (source, f"scale of {source.tensor.name}")
+        for scale in source.scales.values():
+            readers[scale.name] = (source, f"scale of {source.tensor.name}")
+        if source.input_scale is not None:
+            readers[source.input_scale.name] = (source, f"input scale of {source.tensor.name}")
     names = dict.fromkeys((*readers, *shards.tensors))
     return tuple(_line(shards.tensors[name], found, readers) for name in names)
 
@@ -162,6 +170,7 @@ def print_report(
     for style, label, notes in (
         ("yellow", "file not read", report.stray),
         ("yellow", "not in the index", report.unlisted),
+        ("yellow", "note", report.notes if every_tensor else few(report.notes)),
         ("yellow", "re-packed with other values", changed),
         ("red", "problem", report.problems),
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from unified_models.checkpoint.config_files import CONFIG, QUANT_CONFIG, write_config
 from unified_models.checkpoint.match import FORMATS_KEY
 from unified_models.checkpoint.names import Names, Part
 from unified_models.checkpoint.quantized import LAYOUTS, pending
@@ -16,8 +17,6 @@ from unified_models.checkpoint.sync import values_of
 from unified_models.formats import Packed
 from unified_models.model import LanguageModel
 from unified_models.weight import Table, Weight
-
-CONFIG = "config.json"
 
 
 @torch.no_grad()
@@ -59,8 +58,7 @@ def save(
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
-        text = json.dumps(model.config.to_json(), indent=2) + "\n"
-        (partial / CONFIG).write_text(text)
+        write_config(partial, model.config.to_json())
         _write_shards(partial, parts, masters, max_shard_bytes)
         _move_into_place(partial, folder)
     finally:
@@ -108,9 +106,10 @@ def _tensors(part: Part, masters: bool) -> Iterator[Pending]:
 def _packed(part: Part, owner: Weight) -> Packed:
     """The packed bytes of one part, in the format that checkpoints hold.
 
-    With power-of-two scales, one value has several (code, scale) pairs: where rounding took a block's maximum down to
-    half the range, packing the rounded values again halves the scale. The file gets the pair that a load arrives at,
-    so that load and save change no byte. A serving process writes the file's own bytes.
+    One value may have several (code, scale) pairs: with power-of-two scales, where rounding took a block's maximum
+    down to half the range; under four-over-six, where a block lies on both grids. The file gets the pair that a load
+    arrives at, so that load and save change no byte; and the packed bytes where that would change a value. A serving
+    process writes the file's own bytes.
     """
     stored = owner.stored
     if owner.format is not stored:
@@ -119,10 +118,11 @@ def _packed(part: Part, owner: Weight) -> Packed:
         packed = owner().packed
         if part.index is not None:
             packed = {name: values[part.index] for name, values in packed.items()}
-    layout = LAYOUTS.get(stored.name)
-    if layout is None or not layout.power_of_two or owner.master is None:
+    if stored.name not in LAYOUTS or owner.master is None:
         return packed
-    return stored.pack(stored.unpack(packed, part.shape))
+    values = stored.unpack(packed, part.shape)
+    again = stored.pack(values)
+    return again if torch.equal(stored.unpack(again, part.shape), values) else packed
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
@@ -131,7 +131,7 @@ def _move_into_place(partial: Path, folder: Path) -> None:
         os.replace(partial, folder)
         return
     for path in folder.iterdir():
-        if path.name not in (CONFIG, INDEX) and path.suffix != ".safetensors":
+        if path.name not in (CONFIG, QUANT_CONFIG, INDEX) and path.suffix != ".safetensors":
             copy = shutil.copytree if path.is_dir() else shutil.copy2
             copy(path, partial / path.name)
     old = folder.with_name(f"{partial.name}.old")

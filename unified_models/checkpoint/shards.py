@@ -264,3 +264,8 @@ def some(names: Sequence[str], most: int = 12) -> str:
     """The first few of a list, and how many more there are."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def few(lines: Sequence[str], most: int = 12) -> list[str]:
+    """The first few of many lines, and one that says how many more there are."""
+    return [*lines[:most], *([f"... {len(lines) - most} more"] if len(lines) > most else [])]

@@ -18,7 +18,8 @@ def named_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, master or table) of everything that the forward reads, in module order.
 
     A stacked Weight comes as one view for each of its matrices; a weight that holds packed bytes only, as its
-    dequantised float32 values, made one matrix at a time. Views share the model's storage; nothing has a gradient.
+    dequantised float32 values, made one matrix at a time. The scale of an FP8 linear's input comes as X.input_scale
+    after X.weight, one for each matrix of a stack. Views share the model's storage; nothing has a gradient.
     """
     for part in Names.of(model).parts:
         yield part.name, values_of(part)
@@ -91,13 +92,14 @@ def _problems(name: str, part: Part, values: Tensor) -> Iterator[str]:
         if values.dtype not in WEIGHT_DTYPES or (owner.exact and values.dtype != torch.float32):
             expected = "float32" if owner.exact else "float32, bfloat16 or float16"
             yield f"{name} is {values.dtype}, expected {expected}"
+            return
     elif values.dtype not in TABLE_DTYPES:
         yield f"{name} is {values.dtype}, expected whole numbers"
-    else:
-        try:
-            owner.check(values, name)
-        except ValueError as problem:
-            yield str(problem)
+        return
+    try:
+        owner.check(values, name)
+    except ValueError as problem:
+        yield str(problem)
 
 
 def _device(weight: Weight) -> torch.device:

@@ -109,7 +109,7 @@ class LocalContext:
         if scales is None:
             return None
         both = torch.stack([self.read(weight).dequantized() for weight in scales])
-        return both.repeat_interleave(k_TGD[0].numel())
+        return both.repeat_interleave(k_TGD.shape[1:].numel())
 
     @operator
     def attend_latent(

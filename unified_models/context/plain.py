@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from unified_models.context.interface import Experts, Pool
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Rows, State
+from unified_models.ops.rounded import rounded
 from unified_models.weight import Reading, Weight
 
 
@@ -79,11 +80,13 @@ class PlainContext(LocalContext):
         each, outs = q_THD.shape[1] // k_TGD.shape[1], []
         for s, (past, length) in enumerate(zip(self.step.past, self.step.lengths, strict=True)):
             at = torch.arange(past, past + length)[:, None]
-            seen_at = torch.arange(past + length)
+            first = max(0, past - slot.keep + 1) if slot.keep else 0
+            seen_at = torch.arange(first, past + length)
+            hidden = (seen_at > at) | (seen_at <= at - (slot.keep or past + length))
             k, v = rows_R2GD[seen_at + kept.base_S[s]].repeat_interleave(each, 2).unbind(1)
             q = q_THD[self.step.starts_S[s] : self.step.starts_S[s + 1]]
             scores = torch.einsum("thd,nhd->htn", q, k.to(q.dtype)).float() * scale
-            p = torch.softmax(scores.masked_fill(seen_at > at, -torch.inf), -1).to(q.dtype)
+            p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).to(q.dtype)
             outs.append(torch.einsum("htn,nhd->thd", p, v.to(q.dtype)))
         return torch.cat(outs)
 
@@ -122,11 +125,12 @@ class PlainContext(LocalContext):
         a_H: Tensor,
         skip_H: Tensor,
     ) -> Tensor:
-        """Everything since the last boundary at once; a single new token by the recurrence, as samplers decode."""
+        """Everything since the last boundary at once, with operands rounded to c's dtype, as kernels for chunks do; a
+        single new token by the recurrence, as samplers decode."""
         x_RHP, dt_RH, b_RGN, base_S = self._open_rows(x_THP, dt_TH, b_TGN, slot)
         states_SHPN = self.memory.states(self.step, slot)
         each, outs, ends = x_THP.shape[1] // b_TGN.shape[1], [], []
-        c_THN = c_TGN.float().repeat_interleave(each, 1)
+        c_THN = c_TGN.repeat_interleave(each, 1)
         for s, (past, length) in enumerate(zip(self.step.past, self.step.lengths, strict=True)):
             state, first = states_SHPN[s], past - past % slot.chunk
             for start in range(first, past + length, slot.chunk):
@@ -143,7 +147,8 @@ class PlainContext(LocalContext):
                     ends.append(after)
         new_UHPN = torch.stack(ends) if ends else states_SHPN[:0]
         self.memory.keep_states(self.step, slot, new_UHPN)
-        return torch.cat(outs).to(c_TGN.dtype)
+        y_THP = torch.cat(outs) if outs else x_THP.float()
+        return y_THP.to(c_TGN.dtype)
 
     def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
         out = torch.zeros_like(x_TM, dtype=torch.float32)
@@ -176,22 +181,23 @@ def recurrence(
     for i in range(len(x)):
         decay = torch.exp(dt[i] * a_H)[:, None, None]
         state = decay * state + (dt[i, :, None] * x[i])[..., None] * b[i, :, None]
-    return torch.einsum("hpn,thn->thp", state, c), state
+    return torch.einsum("hpn,thn->thp", state, c.float()), state
 
 
 def chunk(
     state: Tensor, x: Tensor, dt: Tensor, b: Tensor, a_H: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor]:
     """y of the last len(c) rows, and the state after all, by matrix products over the rows there are."""
-    decay = (dt * a_H).cumsum(0)
+    decay, dtype, c = (dt * a_H).cumsum(0), c.dtype, c.float()
     own = decay[len(x) - len(c) :]
     later = torch.arange(len(x)) > torch.arange(len(x) - len(c), len(x))[:, None]
     apart = (own[:, None] - decay).masked_fill(later[..., None], -torch.inf)
     w = torch.einsum("ihn,jhn->ijh", c, b) * torch.exp(apart) * dt
-    y = torch.einsum("ijh,jhp->ihp", w, x)
-    y = y + torch.exp(own)[..., None] * torch.einsum("ihn,hpn->ihp", c, state)
+    y = torch.einsum("ijh,jhp->ihp", rounded(w, dtype), x)
+    from_state = torch.einsum("ihn,hpn->ihp", c, rounded(state, dtype))
     left = torch.exp(decay[-1] - decay) * dt
-    added = torch.einsum("jhp,jhn,jh->hpn", x, b, left)
+    added = torch.einsum("jhp,jhn->hpn", x, rounded(b * left[..., None], dtype))
+    y = y + torch.exp(own)[..., None] * from_state
     return y, torch.exp(decay[-1])[:, None, None] * state + added
 
 

@@ -21,7 +21,7 @@ from unified_models.context.slots import Entries, Rows, Slot, State
 from unified_models.context.step import Step
 from unified_models.engine.pool import PagePool
 from unified_models.engine.states import StateStore
-from unified_models.engine.table import PageTable, window_pages
+from unified_models.engine.table import PageTable
 
 Numbers = NDArray[np.int64]
 
@@ -98,11 +98,8 @@ class PagedMemory:
                 f"{slot.path}: a prefix may end after any {self.page_tokens} tokens (page_tokens), but the scan's "
                 f"chunk of {slot.chunk} is no multiple of that"
             )
-        keep = slot.chunk + 1
-        most = min(
-            window_pages(keep, slot.chunk, self._step_tokens), -(-self.cache_tokens // slot.chunk)
-        )
-        table = self._table(slot.chunk, keep, State, self._state_slots * most)
+        pages = state_pages(slot.chunk, self._state_slots, self._step_tokens, self.cache_tokens)
+        table = self._table(slot.chunk, slot.chunk + 1, State, pages)
         self._add(slot.open, slot.open.dim, table, stride=1)
         store = self.states[slot] = StateStore(slot, table, self.device)
         table.pool.scrubs.append(store.scrub)
@@ -191,6 +188,16 @@ class PagedMemory:
     def at(self, step: Step, seats: list[int]) -> "StepMemory":
         """What a context sees: sequence s of the step sits on seats[s], its pages are taken."""
         return StepMemory(self, step, np.array(seats, np.int64))
+
+
+def state_pages(chunk: int, sequences: int, step_tokens: int, cache_tokens: int) -> int:
+    """Pages with which that many sequences are never short of one, nor refused at admission.
+
+    A sequence holds its last boundary and its open chunk, and two tokens more can open one more; beyond that only whole
+    chunks of the step count, wherever they go, and those that an admission foresees for one sequence.
+    """
+    whole = -(-cache_tokens // chunk)
+    return min(sequences * whole, 3 * sequences + 2 * (step_tokens // chunk))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class StateStore:
     def __init__(self, slot: State, table: PageTable, device: torch.device) -> None:
         assert table.page_tokens == slot.chunk, f"{slot.path}: a page is one chunk"
         self.slot, self.table = slot, table
-        self.data_PX = torch.zeros(table.pool.num_pages, slot.size, device=device)
+        self.data_PX = torch.full((table.pool.num_pages, slot.size), torch.nan, device=device)
         self.held_P2 = np.full((table.pool.num_pages, 2), NOTHING, np.int64)
 
     @property
@@ -85,7 +85,8 @@ class StateStore:
 
     def _check(self, page_N: Numbers, chunk_N: Numbers, rows_N: Numbers) -> None:
         first_N = chunk_N * self.slot.chunk
-        wrong = (self.held_P2[page_N, 0] != first_N) | (self.held_P2[page_N, 1] != rows_N)
+        # A step that was interrupted may have left more rows than were settled; it runs again and writes them again.
+        wrong = (self.held_P2[page_N, 0] != first_N) | (self.held_P2[page_N, 1] < rows_N)
         if wrong.any():
             i = int(np.nonzero(wrong)[0][0])
             first, rows = self.held_P2[page_N[i]].tolist()

@@ -118,8 +118,13 @@ def _at(groups: Tensor, amax: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _error(groups: Tensor, codes: Tensor, scales: Tensor, whole: Tensor) -> Tensor:
-    values = _table(codes.device)[codes.long()] * (_e4m3(scales) * whole)[..., None]
-    return (values - groups).square().sum(-1)
+    """Sum of squared errors of each group: halves are added until one is left, the same order on every machine."""
+    values = _table(codes.device)[codes.int()] * (_e4m3(scales) * whole)[..., None]
+    errors = (values - groups).square()
+    while errors.shape[-1] > 1:
+        half = errors.shape[-1] // 2
+        errors = errors[..., :half] + errors[..., half:]
+    return errors[..., 0]
 
 
 def _e4m3(scales: Tensor) -> Tensor:
@@ -150,5 +155,5 @@ def _table(device: torch.device) -> Tensor:
 def _values(pairs: Tensor) -> Tensor:
     """float32 values of the codes, twice as many columns."""
     codes = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2)
-    values: Tensor = _table(pairs.device)[codes.long()]
+    values: Tensor = _table(pairs.device)[codes.int()]
     return values

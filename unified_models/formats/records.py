@@ -47,7 +47,7 @@ class PlainRecord:
         return rows.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
-        return data.contiguous().view(self.dtype)
+        return seen_as(data, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class LatentFP8:
             codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, self.block))
         )
         values = (blocks * exponent_value(scales)[..., None]).flatten(-2).to(torch.bfloat16)
-        return torch.cat((values, rope.contiguous().view(torch.bfloat16)), -1)
+        return torch.cat((values, seen_as(rope, torch.bfloat16)), -1)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,17 @@ class VectorFP8:
     def decode(self, data: Tensor, dim: int, scales: Tensor | None = None) -> Tensor:
         codes, scales = data.split((dim, 4), -1)
         values: Tensor = codes.contiguous().view(torch.float8_e4m3fn).float()
-        row: Tensor = values * scales.contiguous().view(torch.float32)
+        row: Tensor = values * seen_as(scales, torch.float32)
         return row
+
+
+def seen_as(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as values of a wider dtype, wherever they start."""
+    if not data.numel():
+        return data.new_empty((*data.shape[:-1], data.shape[-1] // dtype.itemsize), dtype=dtype)
+    data = data.contiguous()
+    aligned = data.storage_offset() % dtype.itemsize == 0
+    return (data if aligned else data.clone()).view(dtype)
 
 
 FLOAT32_RECORD = PlainRecord("float32", torch.float32)

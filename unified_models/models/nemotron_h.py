@@ -60,6 +60,8 @@ class Config:
     eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        small = {key: vars(self)[key] for key in SIZES if vars(self)[key] < 1}
+        require(not small, **small)
         kinds = set(self.layers_block_type)
         require(kinds <= set(MIXERS), layers_block_type=sorted(kinds), known=list(MIXERS))
         H, G = self.num_attention_heads, self.num_key_value_heads
@@ -84,8 +86,10 @@ class Config:
     def to_json(self) -> dict[str, Any]:
         """The released form, which transformers and vLLM read."""
         given = {key: value for key, value in asdict(self).items() if value is not None}
+        # infinity has no spelling in JSON that all readers know
+        given["time_step_limit"] = [min(limit, HUGE) for limit in self.time_step_limit]
         if self.time_step_limit == (0.0, math.inf):
-            del given["time_step_limit"]  # infinity has no spelling in JSON that all readers know
+            del given["time_step_limit"]
         layers = len(self.layers_block_type)
         head = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
         return head | FIXED | given | {"num_hidden_layers": layers}
@@ -154,8 +158,8 @@ class Mamba(nn.Module):
         self.projected, self.convolved = (I, C, H), (I, G * N, G * N)
         stated = cfg.quantization.stated
         self.in_proj = Weight(None, I + C + H, None, M, format=stated(f"{where}.in_proj"))
-        self.conv1d = Weight(None, C, None, 1, None, cfg.conv_kernel)
-        self.conv1d_bias = Weight(None, C, init="bias")
+        self.conv = Weight(None, C, None, 1, None, cfg.conv_kernel)
+        self.conv_bias = Weight(None, C, init="bias")
         self.dt_bias = Weight("heads", H, format="float32", init="dt_bias")
         self.A_log = Weight("heads", H, format="float32", init="A_log")
         self.D = Weight("heads", H, format="float32")
@@ -166,7 +170,7 @@ class Mamba(nn.Module):
 
     def forward(self, x_TM: Tensor, ctx: Context) -> Tensor:
         z_TI, xbc_TC, dt_TH = ctx.linear(x_TM, self.in_proj).split(self.projected, -1)
-        convolved_TC = ctx.conv(xbc_TC, self.conv1d, self.conv1d_bias, self.recent)
+        convolved_TC = ctx.conv(xbc_TC, self.conv, self.conv_bias, self.recent)
         x_TI, b_TJ, c_TJ = ops.silu(convolved_TC).to(xbc_TC.dtype).split(self.convolved, -1)
         y_THP = ctx.scan(
             x_TI.unflatten(-1, (-1, self.P)),
@@ -207,7 +211,7 @@ class Attention(nn.Module):
 
 def cache_scale() -> Weight:
     """What keys or values are divided by before they are kept in FP8; 1 where a checkpoint has none."""
-    return Weight(format="float32", frozen=True, init="cache_scale", default=1.0)
+    return Weight(format="float32", frozen=True, init="cache_scale", default=1.0, positive=True)
 
 
 class MLP(nn.Module):
@@ -246,7 +250,7 @@ class MoE(nn.Module):
             self.fc2_latent_proj = Weight(
                 None, M, None, L, format=stated(f"{where}.fc2_latent_proj")
             )
-        formats = {name: stated(f"{where}.experts.0.{name}_proj") for name in ("up", "down")}
+        formats = {name: of_experts(cfg, where, name) for name in ("up", "down")}
         self.experts = Experts(E, L or M, F, activation="relu2", formats=formats)
         width = cfg.moe_shared_expert_intermediate_size
         self.shared_experts = MLP(cfg, f"{where}.shared_experts", width)
@@ -266,6 +270,16 @@ class MoE(nn.Module):
         return routed_TM + self.shared_experts(x_TM, ctx)  # type: ignore[no-any-return]
 
 
+def of_experts(cfg: Config, where: str, name: str) -> str | None:
+    """The format of one matrix of every expert; ValueError where they differ, since they lie in one stack."""
+    stated = cfg.quantization.stated
+    modules = [f"{where}.experts.{e}.{name}_proj" for e in range(cfg.n_routed_experts)]
+    for module in modules:
+        same = stated(module) == stated(modules[0])
+        require(same, **{modules[0]: stated(modules[0]), module: stated(module)})
+    return stated(modules[0])
+
+
 MIXERS: dict[str, type[nn.Module]] = {
     "mamba": Mamba,
     "attention": Attention,
@@ -274,43 +288,64 @@ MIXERS: dict[str, type[nn.Module]] = {
 }
 LETTERS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 SPELLINGS = {"linear_attention": "mamba", "full_attention": "attention"}  # as transformers writes
+RENAMED = {
+    "norm_eps": "layer_norm_epsilon",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "attention_head_dim": "head_dim",
+}
+"""Keys of other releases -> their name here."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "ssm_state_size",
+    "n_groups",
+    "conv_kernel",
+    "chunk_size",
+    "max_position_embeddings",
+)
+"""Keys that are at least 1."""
+HUGE = 1e308
 
 
 def normalised(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the newest release: a list of layers for a pattern string, plain numbers for time limits."""
     raw = dict(raw)
+    for old, new in RENAMED.items():
+        value = raw.pop(old, None)
+        if value is not None and raw.get(new) is None:
+            raw[new] = value
+        require(value is None or raw[new] == value, **{old: value, new: raw.get(new)})
     pattern, layers = raw.pop("hybrid_override_pattern", None), raw.get("layers_block_type")
-    if pattern is not None:
-        letters = sorted(set(pattern) - set(LETTERS))
-        require(not letters, hybrid_override_pattern=pattern, unknown=letters, known=list(LETTERS))
-        spelled = [LETTERS[letter] for letter in pattern]
-        raw.setdefault("layers_block_type", spelled)
     if layers is not None:
-        raw["layers_block_type"] = [SPELLINGS.get(kind, kind) for kind in layers]
-        require(
-            pattern is None or raw["layers_block_type"] == spelled,
-            hybrid_override_pattern=pattern,
-            layers_block_type=layers,
-        )
-    count, kinds = raw.pop("num_hidden_layers", None), raw.get("layers_block_type")
-    if count is not None and kinds is not None:
-        require(count == len(kinds), num_hidden_layers=count, layers_given=len(kinds))
-    eps = raw.pop("norm_eps", None)
-    if eps is not None:
-        require(
-            eps == raw.setdefault("layer_norm_epsilon", eps),
-            norm_eps=eps,
-            layer_norm_epsilon=raw["layer_norm_epsilon"],
-        )
-    if raw.get("time_step_limit") is not None:
-        raw["time_step_limit"] = [number(limit) for limit in raw["time_step_limit"]]
+        require(isinstance(layers, list | tuple), layers_block_type=layers)
+        raw["layers_block_type"] = [SPELLINGS.get(str(kind), kind) for kind in layers]
+    if pattern is not None:
+        letters = sorted(set(str(pattern)) - set(LETTERS))
+        require(not letters, hybrid_override_pattern=pattern, unknown=letters, known=list(LETTERS))
+        kinds = [LETTERS[letter] for letter in pattern]
+        same = layers is None or raw["layers_block_type"] == kinds
+        require(same, hybrid_override_pattern=pattern, layers_block_type=layers)
+        raw["layers_block_type"] = kinds
+    count, given = raw.pop("num_hidden_layers", None), raw.get("layers_block_type")
+    if count is not None and given is not None:
+        require(count == len(given), num_hidden_layers=count, layers_given=len(given))
+    limits = raw.get("time_step_limit")
+    if limits is not None:
+        require(isinstance(limits, list | tuple), time_step_limit=limits)
+        raw["time_step_limit"] = [number(limit) for limit in limits]
     return {key: value for key, value in raw.items() if value is not None or key in FIXED}
 
 
-def number(limit: Any) -> float:
+def number(limit: Any) -> Any:
     """A time limit as exporters spell it: a number, or what transformers writes for infinity."""
-    value = float(limit["__float__"]) if isinstance(limit, dict) else float(limit)
-    return math.inf if value >= 1e300 else value
+    if limit == {"__float__": "Infinity"}:
+        return math.inf
+    return math.inf if isinstance(limit, int | float) and limit >= 1e300 else limit
 
 
 def spelled(*names: str) -> tuple[str, ...]:
@@ -321,9 +356,9 @@ def spelled(*names: str) -> tuple[str, ...]:
 NAMES: dict[str, str | tuple[str, ...]] = {
     "embed": spelled("embeddings.weight", "embedding.weight", "embed_tokens.weight"),
     "blocks.{l}.norm": spelled("layers.{l}.norm.weight"),
-    "blocks.{l}.mixer.{w:in_proj|conv1d|norm|out_proj|q_proj|k_proj|v_proj|o_proj|gate|up_proj|down_proj"
+    "blocks.{l}.mixer.{w:in_proj|conv=conv1d|norm|out_proj|q_proj|k_proj|v_proj|o_proj|gate|up_proj|down_proj"
     "|fc1_latent_proj|fc2_latent_proj}": spelled("layers.{l}.mixer.{w}.weight"),
-    "blocks.{l}.mixer.conv1d_bias": spelled("layers.{l}.mixer.conv1d.bias"),
+    "blocks.{l}.mixer.conv_bias": spelled("layers.{l}.mixer.conv1d.bias"),
     "blocks.{l}.mixer.{w:A_log|D|dt_bias}": spelled("layers.{l}.mixer.{w}"),
     "blocks.{l}.mixer.k_scale": spelled("layers.{l}.mixer.k_proj.k_scale"),
     "blocks.{l}.mixer.v_scale": spelled("layers.{l}.mixer.v_proj.v_scale"),
@@ -365,6 +400,7 @@ IGNORED = {
     "time_step_floor": "a matter of initialisation",
     "time_step_max": "a matter of initialisation",
     "time_step_min": "a matter of initialisation",
+    "time_step_rank": "the time step has one value a head",
     "partial_rotary_factor": "attention has no positions",
     "rope_theta": "attention has no positions",
     "pad_token_id": "packs have no padding",

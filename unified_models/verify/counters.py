@@ -1,14 +1,14 @@
 """What a verification met on its way: the rare cases that must have happened for equal bits to mean much."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unified_models.context.interface import Experts
-from unified_models.context.slots import Entries
+from unified_models.context.slots import Entries, State
 from unified_models.context.step import Step
 from unified_models.engine import Stats
 from unified_models.model import LanguageModel
@@ -23,15 +23,22 @@ class Counters:
     """Counts over all runs, the reference included.
 
     updates: of weights, while requests ran. windows_inside, windows_across: windows of compressed entries whose own
-    tokens all came in the step that closed them, or in several. queries_below, queries_above: tokens with fewer, or
-    with more, entries than a query reads. select_ties, choose_ties: choices whose last taken and first left score
-    were equal. experts_N: experts that got exactly N rows in one step.
+    tokens all came in the step that closed them, or in several; folds_inside, folds_across: the same of a scan's
+    chunks. state_hits: sequences that went on from a scan state found in memory. preempted_open: sequences that gave
+    way amid a chunk. waited_for_state: see Stats. queries_below, queries_above: tokens with fewer, or with more,
+    entries than a query reads. select_ties, choose_ties: choices whose last taken and first left score were equal.
+    experts_N: experts that got exactly N rows in one step.
     """
 
     preemptions: int = 0
     updates: int = 0
     prefix_hits: int = 0
     mixed_steps: int = 0
+    folds_inside: int = 0
+    folds_across: int = 0
+    state_hits: int = 0
+    preempted_open: int = 0
+    waited_for_state: int = 0
     windows_inside: int = 0
     windows_across: int = 0
     queries_below: int = 0
@@ -48,15 +55,24 @@ class Counters:
         self.updates += stats.updates
         self.prefix_hits += stats.prefix_hits
         self.mixed_steps += stats.mixed_steps
+        self.waited_for_state += stats.waited_for_state
 
-    def add_step(self, step: Step, strides: Iterable[int]) -> None:
-        """The windows that close in a step, for each stride of the model's entries."""
+    def add_step(self, step: Step, strides: Iterable[int], chunks: Iterable[int]) -> None:
+        """The windows and chunks that fill up in a step, for each stride of the model's entries and each of its chunk
+        lengths."""
         for stride in strides:
-            for past, length in zip(step.past, step.lengths, strict=True):
-                closing = (past + length) // stride - past // stride
-                across = int(closing > 0 and past % stride > 0)
-                self.windows_across += across
-                self.windows_inside += closing - across
+            inside, across = filled(step, stride)
+            self.windows_inside += inside
+            self.windows_across += across
+        for chunk in chunks:
+            inside, across = filled(step, chunk)
+            self.folds_inside += inside
+            self.folds_across += across
+
+    def without(self, names: Iterable[str]) -> dict[str, int]:
+        """All counts but these, by name."""
+        left_out = set(names)
+        return {name: count for name, count in asdict(self).items() if name not in left_out}
 
     def add_note(self, name: str, value: Any) -> None:
         """A note of a context: see LocalContext."""
@@ -87,6 +103,17 @@ class Counters:
         if len(above):
             args = (q_TJI[above], weights_TJ[above], rows_RI, base_T[above], count_T[above])
             self.select_ties += cut_ties(select_scores(*args), k)
+
+
+def filled(step: Step, tokens: int) -> tuple[int, int]:
+    """How many stretches of `tokens` tokens fill up in a step: all of them new, and some of them from earlier steps."""
+    inside = across = 0
+    for past, length in zip(step.past, step.lengths, strict=True):
+        full = (past + length) // tokens - past // tokens
+        begun = int(full > 0 and past % tokens > 0)
+        across += begun
+        inside += full - begun
+    return inside, across
 
 
 def select_scores(
@@ -120,18 +147,24 @@ def strides(model: LanguageModel) -> list[int]:
     return sorted({slot.stride for slot in model.slots().values() if isinstance(slot, Entries)})
 
 
-def unmet(counters: Counters, model: LanguageModel, notes: Iterable[str]) -> list[str]:
-    """Names of counters that are 0 though the model has what they count. notes: the names it was seen to give."""
+def chunks(model: LanguageModel) -> list[int]:
+    """Lengths of the chunks of all scans of the model, ascending."""
+    return sorted({slot.chunk for slot in model.slots().values() if isinstance(slot, State)})
+
+
+def absent(model: LanguageModel, notes: Iterable[str]) -> set[str]:
+    """Names of counters of what the model has not. notes: the names of what it was seen to show to an onlooker."""
     notes = set(notes)
-    absent = set()
+    names: set[str] = set()
     if not strides(model):
-        absent |= {"windows_inside", "windows_across"}
+        names |= {"windows_inside", "windows_across"}
+    if not chunks(model):
+        names |= {"folds_inside", "folds_across"}
+        names |= {"state_hits", "preempted_open", "waited_for_state"}
     if "select" not in notes:
-        absent |= {"queries_below", "queries_above", "select_ties"}
+        names |= {"queries_below", "queries_above", "select_ties"}
     if "choose" not in notes:
-        absent |= {"choose_ties"}
+        names |= {"choose_ties"}
     if not any(isinstance(module, Experts) for module in model.modules()):
-        absent |= {"experts_1", "experts_17", "experts_64"}
-    return [
-        f.name for f in fields(counters) if f.name not in absent and not getattr(counters, f.name)
-    ]
+        names |= {"experts_1", "experts_17", "experts_64"}
+    return names

@@ -49,13 +49,11 @@ def drive(
 
 def _memory(watch: Watch, sequences: Sequence[Sequence[int]]) -> PagedMemory:
     """Room for all of them, poisoned."""
-    slots = list(watch.model.slots().values())
-    longest = max(len(s) for s in sequences)
-    page = max([16, *(getattr(slot, "stride", 1) for slot in slots)])
+    longest, page = max(len(s) for s in sequences), watch.page
     return PagedMemory(
-        slots,
+        watch.model.slots().values(),
         cache_tokens=sum(-(-max(len(s), 1) // page) * page for s in sequences),
-        page_tokens=16,
+        page_tokens=watch.pages[0],
         seats=len(sequences),
         device=next(watch.model.parameters()).device,
         step_tokens=longest,

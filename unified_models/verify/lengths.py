@@ -10,12 +10,12 @@ from unified_models.ops.blocks import BLOCK
 from unified_models.training import logprobs
 from unified_models.verify.schedule import SAMPLED
 
-ALWAYS = (*range(6), 7, 8, 127, 128, 129, 255, 256, 257, 300)
+ALWAYS = (*range(6), 7, 8, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300)
 
 
 def default_lengths(model: LanguageModel) -> list[int]:
-    """`ALWAYS`, and one below, at and one above each window, stride, chunk and block of keys, and the number of
-    tokens whose entries just fill what a query picks. Ascending, within max_position_embeddings."""
+    """`ALWAYS`, and one below, at and one above each window, stride, block of keys, one and two chunks of a scan, and
+    the number of tokens whose entries just fill what a query picks. Ascending, within max_position_embeddings."""
     edges = {BLOCK}
     for slot in model.slots().values():
         if isinstance(slot, Rows) and slot.keep is not None:
@@ -23,7 +23,7 @@ def default_lengths(model: LanguageModel) -> list[int]:
         elif isinstance(slot, Entries):
             edges |= {slot.stride, slot.span}
         elif isinstance(slot, State):
-            edges.add(slot.chunk)
+            edges |= {slot.chunk, 2 * slot.chunk}
     edges |= picked_tokens(model)
     lengths = {*ALWAYS, *(edge + offset for edge in edges for offset in (-1, 0, 1))}
     most = getattr(model.config, "max_position_embeddings", max(lengths) + SAMPLED)

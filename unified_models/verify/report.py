@@ -58,16 +58,19 @@ class Cell:
 
 @dataclass
 class Report:
-    """Of one verification. wanted: the least number of tokens to compare. missing: counters that stayed 0 though the
-    model has what they count. controls: one line for each numerics; differences: the first operator and token at
-    which an unequal run parts from the reference. faults: everything else that must not be."""
+    """Of one verification.
+
+    wanted: the least number of tokens to compare. absent: counters of what the model has not; demanded: whether each of
+    the others must have counted something. controls: one line for each numerics. differences: the first operator and
+    token at which an unequal run parts from the reference. faults: everything else that must not be."""
 
     folder: str
     seed: int
     wanted: int
     cells: dict[Key, Cell] = field(default_factory=lambda: defaultdict(Cell))
     counters: Counters = field(default_factory=Counters)
-    missing: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+    demanded: bool = False
     controls: dict[str, str] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -81,6 +84,11 @@ class Report:
     def total(self) -> Comparison:
         return sum((cell.bits for cell in self.cells.values()), Comparison(0, 0))
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was met, by name, of all that the model has."""
+        return self.counters.without(self.absent)
+
     def problems(self) -> Iterator[str]:
         """Everything that fails."""
         for key, cell in self.cells.items():
@@ -90,8 +98,8 @@ class Report:
                 yield f"{where}: {fault}"
         if self.total.compared < max(self.wanted, 1):
             yield f"{self.total.compared} tokens compared, {max(self.wanted, 1)} wanted"
-        for name in self.missing:
-            yield f"never met: {name}"
+        if self.demanded:
+            yield from (f"never met: {name}" for name, count in self.counts.items() if not count)
         yield from self.faults
 
     @property
@@ -102,7 +110,7 @@ class Report:
         """For a terminal: a table for each numerics and number of threads, then counters, controls and the verdict."""
         groups = dict.fromkeys((key.numerics, key.threads) for key in self.cells)
         parts: list[RenderableType] = [self._grid(*group) for group in groups]
-        met = ", ".join(f"{name} {value}" for name, value in asdict(self.counters).items())
+        met = ", ".join(f"{name} {value}" for name, value in self.counts.items())
         parts.append(Text(f"met: {met}"))
         parts += [Text(f"control, {numerics}: {line}") for numerics, line in self.controls.items()]
         parts += [Text(f"first difference: {line}", style="bold red") for line in self.differences]
@@ -127,8 +135,9 @@ class Report:
         for column in table.columns:
             column.justify = "right"
         for length in sorted({key.length for key in mine}):
-            cells = [mine.get(Key(numerics, threads, kind, length), Cell()) for kind in kinds]
-            table.add_row(str(length), *(_shown(cell, length) for cell in cells))
+            keys = [Key(numerics, threads, kind, length) for kind in kinds]
+            shown = [_shown(mine[key], length) if key in mine else Text() for key in keys]
+            table.add_row(str(length), *shown)
         table.add_section()
         sums = [_sum([c for k, c in mine.items() if k.kind == kind]) for kind in kinds]
         table.add_row("tokens", *(str(cell.bits.compared) for cell in sums))
@@ -158,7 +167,7 @@ class Report:
             "compared": total.compared,
             "unequal": total.unequal,
             "wanted": self.wanted,
-            "counters": asdict(self.counters),
+            "counters": self.counts,
             "controls": self.controls,
             "differences": self.differences,
             "problems": list(self.problems()),

@@ -16,11 +16,11 @@ from unified_models.model import LanguageModel
 from unified_models.progress import bar
 from unified_models.training import logprobs
 from unified_models.verify.control import control
-from unified_models.verify.counters import strides, unmet
+from unified_models.verify.counters import absent, chunks, strides
 from unified_models.verify.lengths import default_lengths
 from unified_models.verify.locate import locate
 from unified_models.verify.report import Key, Report
-from unified_models.verify.schedule import KINDS, Kind, Material, Scored
+from unified_models.verify.schedule import KINDS, STREAM, Kind, Material, Scored
 from unified_models.verify.trace import Trace, recording
 from unified_models.verify.watch import Watch
 
@@ -36,7 +36,7 @@ def verify_folder(
     tokens: int = 20000,
     seed: int = 0,
     lengths: Sequence[int] | None = None,
-    kinds: Sequence[Kind] = KINDS,
+    kinds: Sequence[Kind] | None = None,
     quick: bool = False,
     progress: bool = True,
 ) -> Report:
@@ -46,22 +46,23 @@ def verify_folder(
     Args:
         tokens: the least to compare; the table is run again, under other schedules, until there are as many.
         lengths: of the sequences; None: `default_lengths`.
+        kinds: of schedules; None: all that are for the model.
         quick: lengths up to 65, one thread, any number of tokens; nothing is demanded of the counters.
         progress: show a bar, on a terminal.
 
     On a busy machine two OpenMP threads that spin make this several times slower: set OMP_WAIT_POLICY=PASSIVE before
     torch is imported, as the command line does. Raises ValueError where there is nothing to run.
     """
-    if not numerics or not threads or not kinds:
+    if not numerics or not threads or (kinds is not None and not kinds):
         raise ValueError(f"nothing to run: numerics {numerics}, threads {threads}, kinds {kinds}")
     if quick:
         threads, tokens = threads[:1], 0
     report = Report(str(folder), seed, tokens)
     began, before = time.perf_counter(), torch.get_num_threads()
     models = {name: load(folder, numerics=name, progress=progress) for name in numerics}
-    lengths = sorted(
-        set(default_lengths(next(iter(models.values()))) if lengths is None else lengths)
-    )
+    model = next(iter(models.values()))
+    kinds = chosen(model, quick) if kinds is None else kinds
+    lengths = sorted(set(default_lengths(model) if lengths is None else lengths))
     lengths = [length for length in lengths if length <= QUICK] if quick else lengths
     if not lengths or lengths[-1] < 3:
         raise ValueError(f"lengths must reach 3 tokens, got {lengths}")
@@ -82,11 +83,15 @@ def verify_folder(
                 shown.advance(1)
     finally:
         torch.set_num_threads(before)
-    if not quick:
-        notes = {note for bench in benches for note in bench.notes}
-        report.missing = unmet(report.counters, benches[0].model, notes)
+    report.demanded = not quick
+    report.absent = absent(model, {note for bench in benches for note in bench.notes})
     report.seconds = time.perf_counter() - began
     return report
+
+
+def chosen(model: LanguageModel, quick: bool) -> list[Kind]:
+    """The kinds that are for a model; a quick run has no sequences but its own short ones."""
+    return [kind for kind in KINDS if kind.where(model) and not (quick and kind.lengths)]
 
 
 @dataclass
@@ -104,16 +109,18 @@ class Bench:
         self.report.fingerprints[self.numerics] = asdict(Fingerprint.of(self.model))
         self._references: dict[tuple[Any, int, float], list[tuple[list[int], Tensor]]] = {}
 
-    def material(self, turn: int) -> Material:
+    def material(self, kind: Kind, turn: int) -> Material:
         """What a turn runs; every turn of a run has the same sequences, so that they share references."""
         random = Random(f"tokens {self.seed}")
         vocab = self.model.config.vocab_size
-        sequences = [[random.randrange(vocab) for _ in range(length)] for length in self.lengths]
+        most = getattr(self.model.config, "max_position_embeddings", STREAM)
+        lengths = sorted({min(length, most) for length in kind.lengths}) or self.lengths
+        sequences = [[random.randrange(vocab) for _ in range(length)] for length in lengths]
         return Material(sequences, self.seed, turn)
 
     def run(self, kind: Kind, threads: int, turn: int) -> None:
         """Fill a column of the table."""
-        material = self.material(turn)
+        material = self.material(kind, turn)
         torch.set_num_threads(threads)
         watch, began = self._watch(kind), time.perf_counter()
         scored = list(kind.run(material, watch, self._random(kind, turn)))
@@ -122,9 +129,8 @@ class Bench:
         torch.set_num_threads(1)
         bad: Scored | None = None
         for one in scored:
-            cell = self.report.cells[
-                Key(self.numerics, threads, kind.name, self.lengths[one.number])
-            ]
+            length = len(material.sequences[one.number])
+            cell = self.report.cells[Key(self.numerics, threads, kind.name, length)]
             if cell.add(self._reference(kind, one), one.logprobs).unequal:
                 bad = bad or one
         if bad is not None and len(self.report.differences) < MOST_LOCATED:
@@ -133,10 +139,9 @@ class Bench:
             torch.set_num_threads(1)
 
     def control(self) -> None:
-        """On one sequence, long enough for an entry of every stride."""
-        length = max(
-            [9, *(stride + 5 for stride in strides(self.model) if stride + 5 <= self.lengths[-1])]
-        )
+        """On one sequence, long enough for an entry of every stride, and to go on from the state of every scan."""
+        spans = [*strides(self.model), *chunks(self.model)]
+        length = max([9, *(span + 5 for span in spans if span + 5 <= self.lengths[-1])])
         random = Random(f"control {self.seed}")
         sequence = [random.randrange(self.model.config.vocab_size) for _ in range(length)]
         result = control(self.model, sequence, self.seed)

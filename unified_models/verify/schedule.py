@@ -15,8 +15,10 @@ from torch import Tensor
 
 from unified_models.checkpoint import named_tensors
 from unified_models.context.local import LocalContext
-from unified_models.engine import Sampling
+from unified_models.engine import Engine, Sampling
+from unified_models.model import LanguageModel
 from unified_models.training import logprobs
+from unified_models.verify.counters import chunks
 from unified_models.verify.drive import Cut, drive
 from unified_models.verify.ties import TiesContext
 from unified_models.verify.watch import Watch
@@ -25,7 +27,12 @@ BUDGETS = (1, 16, 64, 1000)  # tokens of a step
 # Tokens of a sequence that runs at a budget of 1 each turn; of the longer ones, one does.
 SHORT = 65
 SCORED = 129  # tokens of the longest sequence that is scored while others are sampled after
-PAGE = 128  # tokens; the engine's pages are this long, or a whole number of them is
+STREAM = 900  # tokens of a long sequence
+STREAM_BUDGETS = (
+    1000,
+    100,
+    1,
+)  # tokens of a step; the last one takes a step a token, and runs in every other turn
 TEMPERATURE = 0.7  # of sampled tokens
 SAMPLED = 8  # tokens
 COPIES = (1, 17, 64)  # of one sequence side by side: that many rows for each of its experts
@@ -105,9 +112,13 @@ def batched(material: Material, watch: Watch, random: Random) -> Iterator[Scored
 
 
 def reordered(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """As batched, shuffled, in steps and on pages of another size."""
+    """As batched, shuffled, in steps and on pages of another size; few find a place for a scan's state at a time."""
     order = random.sample(material.all, len(material.all))
-    options = {"step_tokens": random.randrange(100, 400), "page_tokens": random.choice((16, 32))}
+    options = {
+        "step_tokens": random.randrange(100, 400),
+        "page_tokens": random.choice(watch.pages),
+        "state_slots": random.randrange(2, 5),
+    }
     engine = watch.engine(order, cache_tokens=4 * material.longest, prefix_cache=False, **options)
     yield from _scored(material, order, engine.score(material.of(order)))
 
@@ -167,7 +178,8 @@ def sampled(material: Material, watch: Watch, random: Random) -> Iterator[Scored
 
 
 def prefix_cached(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """As sampled, twice in one engine: the second time most of a prompt is found in memory."""
+    """As sampled, twice in one engine: the second time most of a prompt is found in memory. With a scan once more, each
+    prompt right after itself, in an engine that keeps few states."""
     prompts = _prompts(material)
     options = {
         "step_tokens": random.randrange(64, 300),
@@ -175,18 +187,24 @@ def prefix_cached(material: Material, watch: Watch, random: Random) -> Iterator[
         "poison": True,
     }
     engine = watch.engine([*prompts, *prompts], **options)
-    yield from _generated(material, engine, 2)
-    yield from _generated(material, engine, 4)
+    yield from _generated(material, engine, prompts, SAMPLED // 4)
+    yield from _generated(material, engine, prompts, SAMPLED // 2)
+    if watch.chunks:
+        twice = [i for i in random.sample(prompts, len(prompts)) for _ in range(2)]
+        engine = watch.engine(twice, state_slots=1, **options)
+        yield from _generated(material, engine, twice, SAMPLED // 4)
+    yield from _unprompted(material)
 
 
 def preempted(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
-    """Sampling and scoring in a memory that prompts which end at a multiple of 128 tokens, or just below, fill: they
-    go first, and then grow into pages that are not there."""
-    prompts, tokens = _prompts(material), SAMPLED // 2
+    """Sampling and scoring in a memory that prompts which end with a page, or just below, fill: they go first, the
+    shortest last, and then grow into pages that are not there, which the shortest give up."""
+    prompts, tokens, page = _prompts(material), SAMPLED // 2, watch.page
     order = random.sample(prompts, len(prompts))
-    full = [i for i in order if -len(material.sequences[i]) % PAGE < tokens]
+    full = [i for i in order if -len(material.sequences[i]) % page < tokens]
+    full.sort(key=lambda i: -len(material.sequences[i]))
     order = [*full, *(i for i in order if i not in full)]
-    room = sum(-(-len(material.sequences[i]) // PAGE) * PAGE for i in full)
+    room = sum(-(-len(material.sequences[i]) // page) * page for i in full)
     room = max(room, material.longest + tokens)
     scores = [
         i
@@ -228,12 +246,16 @@ def _own(material: Material, number: int, ids: Sequence[int], values: Tensor) ->
     return Scored(number, [*prompt, *ids], len(prompt), values, TEMPERATURE)
 
 
-def _generated(material: Material, engine: Any, tokens: int) -> Iterator[Scored]:
-    prompts = _prompts(material)
-    outs = engine.generate(material.of(prompts), _sampling(material, tokens))
-    for i, out in zip(prompts, outs, strict=True):
-        yield _own(material, i, out.ids, out.logprobs)
-    yield from _unprompted(material)
+def _generated(
+    material: Material, engine: Engine, numbers: Sequence[int], tokens: int
+) -> Iterator[Scored]:
+    prompts, sampling = _prompts(material), _sampling(material, tokens)
+    requests = [
+        engine.submit(material.sequences[i], sampling, stream=prompts.index(i)) for i in numbers
+    ]
+    engine.run()
+    for i, request in zip(numbers, requests, strict=True):
+        yield _own(material, i, request.sampled, request.output().logprobs)
 
 
 def packed(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
@@ -254,13 +276,30 @@ def packed(material: Material, watch: Watch, random: Random) -> Iterator[Scored]
         yield from _scored(material, numbers, [value.detach() for value in values])
 
 
+def streams(material: Material, watch: Watch, random: Random) -> Iterator[Scored]:
+    """Long sequences, over many chunks of a scan: in one step, in steps of 100 tokens, and token by token."""
+    budgets = STREAM_BUDGETS[: -1 if material.turn % 2 else None]
+    for budget in budgets:
+        engine = watch.engine(
+            material.all,
+            step_tokens=budget,
+            cache_tokens=material.longest,
+            max_sequences=1,
+            prefix_cache=False,
+        )
+        yield from _scored(material, material.all, engine.score(material.sequences))
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A column of the table. base: the context class of the runs and of their reference."""
+    """A column of the table. base: the context class of the runs and of their reference. lengths: of sequences of its
+    own, which it runs in place of the table's; where: the models that it is for."""
 
     name: str
     run: Callable[[Material, Watch, Random], Iterator[Scored]]
     base: Callable[..., Any] = LocalContext
+    lengths: tuple[int, ...] = ()
+    where: Callable[[LanguageModel], bool] = lambda _: True
 
 
 KINDS = (
@@ -275,4 +314,5 @@ KINDS = (
     Kind("preempted", preempted),
     Kind("packed", packed),
     Kind("ties", random_cuts, TiesContext),
+    Kind("streams", streams, lengths=(STREAM,), where=lambda model: bool(chunks(model))),
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled
+from unified_models.ops.products import bmm
 
 CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
@@ -19,7 +20,7 @@ def token_chunks(q_THD: Tensor, index_TN: Tensor) -> list[slice]:
 
 def scores(q_THD: Tensor, keys: list[Tensor], index_TN: Tensor, scale: float) -> Tensor:
     """Scaled scores [T, H, N] of the gathered blocks; -inf where there is no row."""
-    out = torch.cat([torch.bmm(q_THD, rows.transpose(1, 2)) for rows in keys], -1) * scale
+    out = torch.cat([bmm(q_THD, rows.transpose(1, 2)) for rows in keys], -1) * scale
     return out.masked_fill_((index_TN < 0)[:, None], -torch.inf)
 
 
@@ -76,7 +77,7 @@ def forward(
         e_THN, total_TH, _ = weights(scores(q_THD[chunk], read.keys, index, scale), sinks_H)
         acc = torch.zeros_like(out[chunk])
         for part, values in zip(blocks(index), read.values, strict=True):
-            acc = acc + torch.bmm(e_THN[..., part].contiguous(), values)
+            acc = acc + bmm(e_THN[..., part].contiguous(), values)
         out[chunk] = acc / total_TH[..., None]
     return out[..., :D]
 
@@ -104,15 +105,15 @@ def backward(
         read = Gathered.of(*rows, index)
         e_THN, total_TH, sink_TH = weights(scores(q, read.keys, index, scale), sinks_H)
         p_THN = e_THN / total_TH[..., None]
-        dp_THN = torch.cat([torch.bmm(dout, values.transpose(1, 2)) for values in read.values], -1)
+        dp_THN = torch.cat([bmm(dout, values.transpose(1, 2)) for values in read.values], -1)
         delta_TH = (p_THN * dp_THN).sum(-1)
         ds_THN = p_THN * (dp_THN - delta_TH[..., None]) * scale
         for n, keys in zip(blocks(index), read.keys, strict=True):
-            dq[chunk] += torch.bmm(ds_THN[..., n], keys)
+            dq[chunk] += bmm(ds_THN[..., n], keys)
             kept = index[:, n] >= 0
-            dk = torch.bmm(ds_THN[..., n].transpose(1, 2), q)
+            dk = bmm(ds_THN[..., n].transpose(1, 2), q)
             dkeys.index_add_(0, index[:, n][kept], dk[kept][:, :D])
-            dv = torch.bmm(p_THN[..., n].transpose(1, 2), dout)
+            dv = bmm(p_THN[..., n].transpose(1, 2), dout)
             dvalues.index_add_(0, index[:, n][kept], dv[kept][:, : values_RD.shape[-1]])
         if dsinks is not None:
             share_TH = torch.where(sink_TH.isinf(), 1.0, sink_TH / total_TH)

@@ -26,8 +26,10 @@ def tiled_mm(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     N = len(w_NK)
     if T == 0:
         return x_TK.new_empty(0, N)
-    tiles = -(-T // TILE)
-    rows = F.pad(x_TK, (0, 0, 0, -T % TILE)) if T % TILE else x_TK.contiguous()
+    # Fewer tiles than threads, and MKL would let threads share a tile's sum (ops/products.py).
+    tiles = max(-(-T // TILE), torch.get_num_threads())
+    missing = tiles * TILE - T
+    rows = F.pad(x_TK, (0, 0, 0, missing)) if missing else x_TK.contiguous()
     if rows.data_ptr() % 64:
         rows = rows.clone()
     return torch.bmm(rows.view(tiles, TILE, K), w_NK.t().expand(tiles, K, N)).view(tiles * TILE, N)[

@@ -27,9 +27,13 @@ def probe() -> None:
             faults.append(f"rows (K {K}, N {N})")
         if not torch.equal(tiled_mm(x, w[:16]), whole[:, :16]):
             faults.append(f"columns (K {K}, N {N})")
-        torch.set_num_threads(2)
-        if not torch.equal(tiled_mm(x, w), whole):
-            faults.append(f"1 against 2 threads (K {K}, N {N})")
+        for count in sorted({2, threads}):
+            torch.set_num_threads(count)
+            # A single tile is what threads would share if they could.
+            if not (
+                torch.equal(tiled_mm(x, w), whole) and torch.equal(tiled_mm(x[:1], w), whole[:1])
+            ):
+                faults.append(f"1 against {count} threads (K {K}, N {N})")
     torch.set_num_threads(threads)
     if faults:
         raise NotExactError(

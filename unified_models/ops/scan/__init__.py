@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unified_models.ops.operator import operator
+from unified_models.ops.products import bmm
 from unified_models.ops.rounded import rounded
 from unified_models.ops.scan.grid import TILE, Grid
 
@@ -145,5 +146,5 @@ def _tiles(
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of stacks of matrices with whole lanes: one shape for all, so bits depend on no neighbour."""
-    out: Tensor = torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+    out: Tensor = bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
     return out

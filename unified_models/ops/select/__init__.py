@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled, whole
 from unified_models.ops.choose import NEVER, ordered_bits
 from unified_models.ops.operator import operator
+from unified_models.ops.products import bmm
 
 CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
@@ -24,7 +25,7 @@ def _scores(q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, index_TN: Tensor
     out = q_TJI.new_empty(index_TN.shape)
     for part in blocks(index_TN):
         keys = rows_RI[index_TN[:, part]]
-        dots = torch.bmm(q_TJI, keys.transpose(1, 2)).relu_() * weights_TJ[..., None]
+        dots = bmm(q_TJI, keys.transpose(1, 2)).relu_() * weights_TJ[..., None]
         out[:, part] = dots.transpose(1, 2).contiguous().sum(-1)
     return out
 
