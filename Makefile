@@ -21,7 +21,7 @@ demo: $(VENV)/.ready ## generate with tiny models, and compare every logprob wit
 	$(VENV)/bin/unified-models demo
 
 test: lint ## lint, types and all tests (JOBS=2, PYTEST_ARGS="-k rope")
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

@@ -128,7 +128,8 @@ Init = Callable[[torch.Size, torch.Generator], Tensor]
 INITS: dict[str, Init] = {
     "norm": lambda shape, generator: 1 + 0.2 * normal(shape, generator),
     "bias": lambda shape, generator: 0.5 * normal(shape, generator),
-    "dt_bias": lambda shape, generator: -2.5 + normal(shape, generator),
+    "score_bias": lambda shape, generator: 0.1 * normal(shape, generator),
+    "dt_bias": lambda shape, generator: -3.5 + normal(shape, generator),
     "A_log": lambda shape, generator: 0.5 + 0.7 * normal(shape, generator),
     "input_scale": lambda shape, generator: 0.012 * (1 + 0.2 * normal(shape, generator)),
     "cache_scale": lambda shape, generator: 0.01 * (1 + 0.2 * normal(shape, generator)),

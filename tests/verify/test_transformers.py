@@ -50,7 +50,7 @@ def test_logits_and_gradients_agree(
     assert len(parity.gradients) == sum(w.shape[0] if is_stack(w) else 1 for w in trained)
     idle = [one.name for one in parity.gradients if not one.norm]
     assert all(".experts." in name for name in idle), "only an expert may go without a token"
-    assert len(idle) < len(parity.gradients) / 4
+    assert len(idle) < len(parity.gradients) / 10
     logits, gradient = parity.worst
     assert logits < 5e-5
     assert gradient < 1e-4

@@ -239,7 +239,7 @@ class MoE(nn.Module):
             cfg.quantization.stated,
         )
         self.gate = Weight(None, E, None, M)
-        self.bias = Weight(None, E, format="float32", frozen=True)
+        self.bias = Weight(None, E, format="float32", frozen=True, init="score_bias")
         L = cfg.moe_latent_size
         if L is None:
             self.fc1_latent_proj = self.fc2_latent_proj = None
