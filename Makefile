@@ -1,6 +1,6 @@
 # `make` lists what there is. demo and test set up all they need, on a bare machine too.
 VENV ?= .venv
-export PYTHON TORCH
+export PYTHON TORCH VLLM
 # One thread a process: the tests run side by side, and OpenMP threads on busy cores spin.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 JOBS ?= 2
@@ -15,13 +15,13 @@ help: ## this list
 $(VENV)/.ready: pyproject.toml .ci/setup
 	@bash .ci/setup $(VENV)
 
-setup: $(VENV)/.ready ## the virtual environment (VENV=.venv, PYTHON=python3, TORCH=2.13.0)
+setup: $(VENV)/.ready ## the virtual environment (VENV=.venv, PYTHON=python3, TORCH=2.13.0, VLLM=no)
 
 demo: $(VENV)/.ready ## generate with tiny models, and compare every logprob with the training forward
 	$(VENV)/bin/unified-models demo
 
 test: lint ## lint, types and all tests (JOBS=2, PYTEST_ARGS="-k rope")
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

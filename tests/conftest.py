@@ -14,8 +14,14 @@ OPS = Path(__file__).parent / "ops"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """The slow ones first, slowest first, so that no worker is left alone with one at the end."""
+    items.sort(key=seconds, reverse=True)
+
+
+def seconds(item: pytest.Item) -> float:
+    """About how long a test takes: `slow(200)` says it, `slow` alone means more than ten."""
+    slow = item.get_closest_marker("slow")
+    return 0.0 if slow is None else float(slow.args[0] if slow.args else 10)
 
 
 @pytest.fixture(autouse=True)

@@ -295,7 +295,10 @@ def verify(
     folder: Folder,
     against: Annotated[
         str | None,
-        typer.Option(metavar="transformers", help="Another implementation, by tolerance."),
+        typer.Option(
+            metavar="transformers|vllm",
+            help="transformers: another implementation, by tolerance; vllm: our own in real vLLM, bit for bit.",
+        ),
     ] = None,
     json_file: Json = None,
     numerics: Annotated[
@@ -331,8 +334,10 @@ def verify(
         )
     elif against == "transformers":
         report = checks.against_transformers(folder, seed=seed)
+    elif against == "vllm":
+        raise typer.Exit(checks.against_vllm(folder, numerics or ["deployed"], seed, json_file))
     else:
-        raise ValueError(f"--against {against!r}; known: transformers")
+        raise ValueError(f"--against {against!r}; known: transformers, vllm")
     screen().print(report.table())
     _write(json_file, report.to_json())
     if not report.ok:

@@ -12,6 +12,7 @@ import torch
 from unified_models import registry
 from unified_models.model import LanguageModel
 from unified_models.ops import backend
+from unified_models.ops.logprob import check_provider
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Fingerprint:
     """file -> hash, for each file that defines an operator"""
 
     @classmethod
-    def of(cls, model: LanguageModel) -> "Fingerprint":
-        """The fingerprint of a loaded model in this process."""
+    def of(cls, model: LanguageModel, provider: str = "torch_row") -> "Fingerprint":
+        """The fingerprint of a loaded model in this process, and of the sampler's log_softmax."""
+        check_provider(provider)
         device = next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
         return cls(
             contract=contract(model),
@@ -42,7 +44,7 @@ class Fingerprint:
             weights=model.weights_from,
             backend=device.type,
             chip=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-            logprob="torch_row",
+            logprob=provider,
             libraries={"torch": torch.__version__},
             kernels=backend.sources(),
         )

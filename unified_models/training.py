@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from unified_models.context.local import LocalContext
 from unified_models.context.step import Step
 from unified_models.model import LanguageModel
+from unified_models.ops.logprob import check_provider
 from unified_models.ops.logprob import logprobs as logprobs_of
 
 ROWS = 256  # of logits held at once
@@ -23,6 +24,7 @@ def logprobs(
     *,
     recompute: bool = False,
     rows: int = ROWS,
+    provider: str = "torch_row",
     context: Callable[..., Any] = LocalContext,
 ) -> list[Tensor]:
     """log p(token i | tokens before i) for i = 1 .. of each sequence, at `temperature` (one, or one a sequence).
@@ -31,7 +33,8 @@ def logprobs(
     sequences of length 0 and 1; differentiable with respect to the masters.
 
     recompute: activation checkpointing by block; the bits stay. rows: how many rows of logits exist at once, forward
-    and backward; the bits do not depend on it. context: the context class to run under.
+    and backward; the bits do not depend on it. provider: the sampler's arithmetic, of ops.logprob.PROVIDERS. context:
+    the context class to run under.
 
     Raises ValueError for token ids outside the vocabulary and temperatures that are not positive numbers.
     """
@@ -41,6 +44,7 @@ def logprobs(
         else list(temperature)
     )
     check(model, sequences, temperatures, rows)
+    check_provider(provider)
     device = next(chain(model.parameters(), model.buffers())).device
     step = Step.of([len(s) for s in sequences], device=device)
     if step.num_tokens == 0:
@@ -56,7 +60,7 @@ def logprobs(
     temperature_T = torch.tensor(temperatures, dtype=torch.float32, device=device)[step.sequence_T]
 
     def score(hidden: Tensor, temperature: Tensor, targets: Tensor) -> Tensor:
-        return logprobs_of(model.logits(hidden, ctx), temperature, targets)
+        return logprobs_of(model.logits(hidden, ctx), temperature, targets, provider=provider)
 
     parts = [hidden_TM.new_zeros(0, dtype=torch.float32)]
     for chunk in sources.split(rows):

@@ -1,22 +1,24 @@
 """logprob: log_softmax(logits / T) of one whole row in float32, then the element."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from unified_models.ops.logprob import log_softmax, logprobs
+from unified_models.ops.logprob import PROVIDERS, log_softmax, logprobs
 from unified_models.ops.logprob.reference import logprobs as reference
 
 
-@pytest.mark.parametrize("vocabulary", [3, 33, 512, 1001])
-def test_logprobs_and_backward(check_gradients, vocabulary: int) -> None:
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("vocabulary", [3, 33, 512, 1001, 2500])
+def test_logprobs_and_backward(check_gradients, vocabulary: int, provider: str) -> None:
     logits = (4 * torch.randn(9, vocabulary)).requires_grad_()
     temperature_T = torch.rand(9) + 0.3
     ids_T = torch.randint(0, vocabulary, (9,))
     check_gradients(
-        lambda: logprobs(logits, temperature_T, ids_T),
+        lambda: logprobs(logits, temperature_T, ids_T, provider=provider),
         lambda logits: reference(logits, temperature_T.double(), ids_T),
         {"logits": logits},
         terms=16,
@@ -29,12 +31,22 @@ def test_reference_gradient_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x: reference(x, temperature_T, ids_T), (logits,))
 
 
-@pytest.mark.parametrize("vocabulary", [17, 512, 1001])
-def test_rows_keep_their_bits(check_rows, vocabulary: int) -> None:
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("vocabulary", [17, 512, 1001, 2500])
+def test_rows_keep_their_bits(check_rows, vocabulary: int, provider: str) -> None:
     logits, temperature_T = 4 * torch.randn(150, vocabulary), torch.rand(150) + 0.3
-    assert check_rows(log_softmax, logits, temperature_T) > 0
+    assert check_rows(partial(log_softmax, provider=provider), logits, temperature_T) > 0
     ids_T = torch.randint(0, vocabulary, (150,))
-    assert check_rows(logprobs, logits, temperature_T, ids_T) > 0
+    assert check_rows(partial(logprobs, provider=provider), logits, temperature_T, ids_T) > 0
+
+
+def test_the_providers_are_two() -> None:
+    """Other orders, other bits: a trainer has to know which of them sampled."""
+    logits, ones = 4 * torch.randn(200, 2500), torch.ones(200)
+    one, two = (log_softmax(logits, ones, provider=provider) for provider in PROVIDERS)
+    assert (one != two).any() and (one - two).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="'v2'; known: torch_row, vllm_v2"):
+        log_softmax(logits, ones, provider="v2")
 
 
 def by_hand(logits: list[float], temperature: float, i: int) -> float:

@@ -26,7 +26,7 @@ TABLE = [kind for kind in KINDS if not kind.lengths]
 DEMANDED = {*range(6), 7, 8, 127, 128, 129, 255, 256, 257, 300, 15, 16, 17}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(300)
 def test_the_tiny_checkpoint_is_exact(tiny_folder: Path) -> None:
     report = verify_folder(tiny_folder)
     Console(width=160).print(report.table())

@@ -1,0 +1,132 @@
+"""Our slots as vLLM's caches: one layer for each, of bytes, with pages that vLLM's own managers hand out.
+
+A State is a sliding window, too: its page covers one chunk and holds the chunk's open rows and the state after the last
+of them, and a window of chunk + 1 tokens keeps the page of the last boundary. So vLLM's prefix cache finds it by the
+rules of windows, at multiples of the chunk, and nothing is copied.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from unified_models.adapters.vllm.backend import Backend, Metadata
+from unified_models.context.slots import Entries, Rows, Slot, State
+
+HEADER = 16  # bytes of a State's page: the position of its first row, and how many rows it has; int64 each
+
+
+class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
+    """The pages of one slot, as vLLM allocates and binds them.
+
+    tokens: of a page. row: bytes of a row; stride: tokens that a row stands for. tail: bytes of a page beyond its rows.
+    keep: tokens that stay readable, None: all.
+    """
+
+    def __init__(
+        self, name: str, slot: Slot, *, tokens: int, row: int, stride: int, keep: int | None
+    ) -> None:
+        super().__init__()
+        self.layer_name, self.slot, self.tokens, self.stride, self.keep = (
+            name,
+            slot,
+            tokens,
+            stride,
+            keep,
+        )
+        self.row, self.tail = row, 0
+        if isinstance(slot, State):
+            self.tail = 4 * slot.size + HEADER
+        self.kv_cache = torch.empty(0)
+
+    @property
+    def rows_per_page(self) -> int:
+        return self.tokens // self.stride
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page holds; vLLM's is this, rounded up to whole bytes a token."""
+        return self.rows_per_page * self.row + self.tail
+
+    def get_attn_backend(self) -> type[Backend]:
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """A page of bytes: one head whose content is the page's bytes, spread over its rows."""
+        content = -(-self.page_bytes // self.rows_per_page)
+        fields: dict[str, Any] = {
+            "block_size": self.tokens,
+            "num_kv_heads": 1,
+            "head_size": content,
+            "head_size_v": 0,
+            "dtype": torch.uint8,
+            "dcp_sharded": False,
+            "tokens_per_state": self.stride,
+        }
+        kind = FullAttentionSpec if self.keep is None else SlidingWindowSpec
+        if self.keep is not None:
+            fields["sliding_window"] = self.keep
+        known = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in fields.items() if name in known})
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        self.kv_cache = kv_cache
+
+    @property
+    def pages_PB(self) -> Tensor:
+        """The bytes of each page."""
+        return self.kv_cache.flatten(1)
+
+    @property
+    def metadata(self) -> Metadata | None:
+        """Of this step; None while vLLM measures memory, before there are caches."""
+        known = get_forward_context().attn_metadata
+        return known[self.layer_name] if known else None
+
+
+def caches(slots: Iterable[Slot], page_tokens: int, prefix: str) -> Iterator[Cache]:
+    """A cache for everything that a model keeps; page_tokens: vLLM's block size.
+
+    ValueError: a page size that does not fit a slot.
+    """
+    number = 0
+    for slot in slots:
+        for args in kinds(slot, page_tokens):
+            yield Cache(f"{prefix}slots.{number}", **args)
+            number += 1
+
+
+def kinds(slot: Slot, page_tokens: int) -> Iterator[dict[str, Any]]:
+    """The arguments of each cache that a slot needs."""
+    if isinstance(slot, Rows):
+        row = slot.record.size(slot.dim)
+        yield {"slot": slot, "tokens": page_tokens, "row": row, "stride": 1, "keep": slot.keep}
+    elif isinstance(slot, Entries):
+        tokens = math.lcm(page_tokens, slot.stride)
+        row = slot.record.size(slot.dim)
+        yield {"slot": slot, "tokens": tokens, "row": row, "stride": slot.stride, "keep": None}
+        yield from kinds(slot.open, page_tokens)
+    elif isinstance(slot, State):
+        if slot.chunk % page_tokens:
+            raise ValueError(
+                f"{slot.path}: block_size {page_tokens} does not divide the scan's chunk of {slot.chunk}"
+            )
+        row = slot.open.record.size(slot.open.dim)
+        yield {"slot": slot, "tokens": slot.chunk, "row": row, "stride": 1, "keep": slot.chunk + 1}
+    else:
+        raise ValueError(f"{slot.path}: a {type(slot).__name__} has no place in vLLM's caches")
+
+
+def pages(slots: Iterable[Slot], page_tokens: int, tokens: int, step_tokens: int) -> int:
+    """About the most pages that one sequence of that many tokens holds, all groups together."""
+    groups = {(k["tokens"], k["keep"]) for slot in slots for k in kinds(slot, page_tokens)}
+    return sum(
+        -(-(tokens if keep is None else min(tokens, keep - 1 + step_tokens)) // size) + 1
+        for size, keep in groups
+    )

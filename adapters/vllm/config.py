@@ -1,0 +1,120 @@
+"""config.json as vLLM sees it: the sizes it asks for, and nothing that would switch on code for its own classes."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from unified_models.adapters.vllm.plugin import ARCHITECTURE
+from unified_models.checkpoint.loading import architecture
+
+CHECKS = "unified_models.adapters.vllm.requests:Checks"
+NUMERICS = ("deployed", "float32")
+
+
+class UnifiedConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The sizes that vLLM reads, and `raw`, the checkpoint's own config.json.
+
+    vLLM finds no quantization_config and no known model_type here: the formats are ours to read.
+    """
+
+    model_type = "unified_models"
+
+    def __init__(self, raw: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.raw = raw or {}
+        super().__init__(**kwargs)
+
+    @property
+    def quantization_config(self) -> None:
+        """Formats are read by our own loader, from the tensors."""
+
+    @quantization_config.setter
+    def quantization_config(self, _: Any) -> None:
+        """vLLM attaches hf_quant_config.json; it has no use for it here."""
+
+
+class Parser(ConfigParserBase):  # type: ignore[misc]
+    """`LLM(path, config_format="unified")`."""
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        """The pair that vLLM asks for. ValueError: not a config.json that an architecture of ours reads."""
+        module, raw = architecture(folder_of(model, revision))
+        ours = module.Config.from_json(raw, f"{model}/config.json")
+        names = ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        sizes = {name: getattr(ours, name) for name in names}
+        for name in ("head_dim", "bos_token_id", "eos_token_id"):
+            sizes[name] = getattr(ours, name)
+        layers = raw.get("num_hidden_layers") or len(ours.layers_block_type)
+        config = UnifiedConfig(
+            raw,
+            architectures=[ARCHITECTURE],
+            dtype="bfloat16",
+            num_hidden_layers=layers,
+            num_key_value_heads=1,
+            tie_word_embeddings=False,
+            **sizes,
+        )
+        return {}, config
+
+
+def folder_of(model: str | Path, revision: str | None) -> Path:
+    """Where the JSON files of a model lie: a folder, or the hub's copy of a repository."""
+    if Path(model).is_dir():
+        return Path(model)
+    found = snapshot_download(str(model), revision=revision, allow_patterns="*.json")
+    return Path(found)
+
+
+class Hook:
+    """What our architecture asks of vLLM's settings, and what it refuses."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Before the rest of the settings is known."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse in one line what is not exact; switch on what is."""
+        for reason, value in refusals(vllm_config):
+            raise ValueError(f"unified_models: {reason}, got {value!r}")
+        model = vllm_config.model_config
+        model.logprobs_mode = "processed_logprobs"
+        model.logits_processors = [CHECKS]
+
+
+def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
+    """(what is wrong, the value) of every setting under which bits would not be kept."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    wrong: list[tuple[str, Any]] = []
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        value = getattr(parallel, name, 1)
+        if value != 1:
+            wrong.append((f"{name} must be 1: reductions between ranks would change bits", value))
+    if vllm_config.speculative_config is not None:
+        wrong.append(
+            ("speculative decoding is not exact yet", vllm_config.speculative_config.method)
+        )
+    if vllm_config.lora_config is not None:
+        wrong.append(("LoRA adds to products outside our operators", "enable_lora=True"))
+    numerics = (vllm_config.additional_config or {}).get("numerics", NUMERICS[0])
+    if numerics not in NUMERICS:
+        wrong.append((f"additional_config: numerics must be one of {NUMERICS}", numerics))
+    if model.logits_processors not in (None, [CHECKS]):
+        wrong.append(("logits processors change the distribution", model.logits_processors))
+    if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+        wrong.append(("logprobs_mode must be 'processed_logprobs'", model.logprobs_mode))
+    return wrong

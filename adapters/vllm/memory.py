@@ -1,0 +1,123 @@
+"""The `Memory` of one vLLM step: our slots, read from and written to vLLM's pages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from unified_models.adapters.vllm.caches import HEADER, Cache
+from unified_models.context.lists import numbers
+from unified_models.context.memory import Readable
+from unified_models.context.slots import Entries, Rows, Slot, State
+from unified_models.context.step import Step, owners
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows lie: page and row of each, and the base of each sequence among them."""
+
+    page_N: Tensor
+    row_N: Tensor
+    base_S: Tensor
+
+
+@dataclass
+class VllmMemory:
+    """caches: of every slot that rows are kept for, by slot. Layers of one group share their index tensors."""
+
+    step: Step
+    caches: Mapping[Slot, Cache]
+    _known: dict[tuple[int, int, int | None], tuple[Places, Places]] = field(default_factory=dict)
+
+    def rows(
+        self, step: Step, slot: Rows, new_TD: Tensor, scales_D: Tensor | None = None
+    ) -> Readable:
+        """See `context.memory.Memory`."""
+        return self._exchange(self.caches[slot], slot, new_TD, scales_D)
+
+    def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
+        """See `context.memory.Memory`."""
+        return self._exchange(self.caches[slot], slot, new_UD, None)
+
+    def states(self, step: Step, slot: State) -> Tensor:
+        """See `context.memory.Memory`. RuntimeError: a page does not hold what its sequence needs."""
+        cache, chunk_S = self.caches[slot], step.past_S // slot.chunk
+        open_S = (step.past_S % slot.chunk).nonzero().flatten()
+        old_S = chunk_S.nonzero().flatten()
+        pages = self._pages(cache, old_S, chunk_S[old_S] - 1)
+        self._check(cache, pages, (chunk_S[old_S] - 1) * slot.chunk, slot.chunk)
+        opened = self._pages(cache, open_S, chunk_S[open_S])
+        self._check(cache, opened, chunk_S[open_S] * slot.chunk, step.past_S[open_S] % slot.chunk)
+        out = torch.zeros(len(chunk_S), slot.size, device=step.device)
+        first = cache.rows_per_page * cache.row + HEADER
+        data = cache.pages_PB[pages, first : first + 4 * slot.size]
+        out[old_S] = data.contiguous().view(torch.float32)
+        states: Tensor = out.unflatten(1, slot.shape)
+        return states
+
+    def keep_states(self, step: Step, slot: State, new_UHPN: Tensor) -> None:
+        """See `context.memory.Memory`."""
+        cache, first_S, end_S = (
+            self.caches[slot],
+            step.past_S // slot.chunk,
+            step.total_S // slot.chunk,
+        )
+        whose, chunk = owners(end_S - first_S), numbers(first_S, end_S - first_S)
+        pages = self._pages(cache, whose, chunk)
+        first = cache.rows_per_page * cache.row + HEADER
+        data = new_UHPN.flatten(1).contiguous().view(torch.uint8)
+        cache.pages_PB[pages, first : first + 4 * slot.size] = data
+        counts = -(-step.total_S // slot.chunk) - first_S
+        whose, chunk = owners(counts), numbers(first_S, counts)
+        held = (step.total_S[whose] - chunk * slot.chunk).clamp_max(slot.chunk)
+        header = torch.stack((chunk * slot.chunk, held), 1).view(torch.uint8)
+        cache.pages_PB[self._pages(cache, whose, chunk), first - HEADER : first] = header
+
+    def _pages(self, cache: Cache, sequence_N: Tensor, number_N: Tensor) -> Tensor:
+        metadata = cache.metadata
+        assert metadata is not None, "a step with a past has pages"
+        return metadata.pages_SK[sequence_N, number_N]
+
+    def _check(self, cache: Cache, pages: Tensor, first: Tensor, held: Tensor | int) -> None:
+        """What a page says of itself: the position of its first row, and how many it has."""
+        start = cache.rows_per_page * cache.row
+        said = cache.pages_PB[pages, start : start + HEADER].contiguous().view(torch.int64)
+        wrong = (said[:, 0] != first) | (said[:, 1] != held)
+        if wrong.any():
+            i = int(wrong.nonzero()[0])
+            raise RuntimeError(
+                f"{cache.slot.path}: page {int(pages[i])} holds {said[i, 1].item()} rows from position "
+                f"{said[i, 0].item()}, not those from position {int(first[i])}"
+            )
+
+    def _exchange(
+        self, cache: Cache, slot: Rows | Entries, new_ND: Tensor, scales_D: Tensor | None
+    ) -> Readable:
+        new, readable = self._places(cache)
+        data = slot.record.encode(new_ND, scales_D)
+        rows = cache.pages_PB[:, : cache.rows_per_page * cache.row].unflatten(1, (-1, cache.row))
+        rows[new.page_N, new.row_N] = data
+        read = rows[readable.page_N, readable.row_N]
+        return Readable(slot.record.decode(read, slot.dim, scales_D), readable.base_S)
+
+    def _places(self, cache: Cache) -> tuple[Places, Places]:
+        """Of the rows that this step writes, and of those it can read."""
+        metadata, step = cache.metadata, self.step
+        assert metadata is not None
+        key = (id(metadata), cache.stride, cache.keep)
+        known = self._known.get(key)
+        if known is None:
+            first_S, end_S = step.past_S // cache.stride, step.total_S // cache.stride
+            oldest_S = torch.zeros_like(first_S)
+            if cache.keep is not None:
+                oldest_S = (step.past_S - cache.keep + 1).clamp_min(0)
+            known = (self._rows(cache, first_S, end_S), self._rows(cache, oldest_S, end_S))
+            self._known[key] = known
+        return known
+
+    def _rows(self, cache: Cache, first_S: Tensor, end_S: Tensor) -> Places:
+        counts_S = end_S - first_S
+        number_N = numbers(first_S, counts_S)
+        pages = self._pages(cache, owners(counts_S), number_N // cache.rows_per_page)
+        return Places(pages, number_N % cache.rows_per_page, counts_S.cumsum(0) - end_S)

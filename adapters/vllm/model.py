@@ -1,0 +1,85 @@
+"""The one class that vLLM builds for every architecture of the zoo."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig
+
+from unified_models import registry
+from unified_models.adapters.vllm.caches import Cache, caches
+from unified_models.adapters.vllm.config import NUMERICS
+from unified_models.adapters.vllm.memory import VllmMemory
+from unified_models.adapters.vllm.weights import load
+from unified_models.context.local import LocalContext
+from unified_models.context.slots import Slot, State
+from unified_models.context.step import Step
+from unified_models.model import LanguageModel
+from unified_models.weight import Weight
+
+
+class UnifiedForCausalLM(nn.Module):
+    """A model file of ours behind vLLM's interface: ids and a step in, hidden rows and logits out."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        raw = vllm_config.model_config.hf_config.raw
+        module = registry.find(raw["model_type"])
+        self.numerics: str = (vllm_config.additional_config or {}).get("numerics", NUMERICS[0])
+        self.zoo: LanguageModel = module.Model(module.Config.from_json(raw))
+        self.zoo.requires_grad_(False)
+        self.zoo.name_parts()
+        if self.numerics == "float32":
+            for slot in self.zoo.slots().values():
+                slot.plain()
+        page_tokens = vllm_config.cache_config.block_size
+        made = list(caches(self.zoo.slots().values(), page_tokens, f"{prefix}." if prefix else ""))
+        known = vllm_config.compilation_config.static_forward_context
+        for cache in made:
+            if cache.layer_name in known:
+                raise ValueError(f"two caches are called {cache.layer_name}")
+            known[cache.layer_name] = cache
+        self.first: Cache = made[0]
+        self.by_slot: dict[Slot, Cache] = {cache.slot: cache for cache in made}
+        for cache in made:
+            if isinstance(cache.slot, State):
+                self.by_slot[cache.slot.open] = cache
+        self.filled = False
+        self._ctx: LocalContext | None = None
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Rows of the embedding; vLLM asks a text model for it, and calls `forward` with ids."""
+        ctx = LocalContext(Step.of([len(input_ids)], device=input_ids.device))
+        return ctx.embed(input_ids.long(), cast(Weight, self.zoo.embed))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Hidden rows of all tokens, those of padding zero. Without metadata (vLLM measures memory) one pack."""
+        metadata = self.first.metadata
+        if metadata is None:
+            step = Step.of([len(input_ids)], device=input_ids.device)
+            self._ctx = LocalContext(step)
+        else:
+            step = Step.of(metadata.lengths, metadata.past, input_ids.device)
+            self._ctx = LocalContext(step, VllmMemory(step, self.by_slot))
+        hidden: Tensor = self.zoo(input_ids[: step.num_tokens].long(), self._ctx)
+        missing = len(input_ids) - step.num_tokens
+        return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 [rows, vocabulary]."""
+        ctx = self._ctx or LocalContext(Step.of([len(hidden_states)], device=hidden_states.device))
+        return self.zoo.logits(hidden_states, ctx)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """A checkpoint's tensors, packed ones with their scales; later also masters by their checkpoint names."""
+        names = load(self.zoo, weights, self.numerics, self.filled)
+        self.filled = True
+        return names

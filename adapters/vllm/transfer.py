@@ -1,0 +1,75 @@
+"""In-place weight updates: `LLM(..., weight_transfer_config={"backend": "unified"})` and `update_weights`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+BACKEND = "unified"
+
+
+@dataclass
+class Init(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """path: a safetensors file of masters, by their checkpoint names."""
+
+    path: str = ""
+
+
+class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """The trainer writes a file, every worker reads it: all of it is checked before the first byte changes."""
+
+    init_info_cls = Init
+    update_info_cls = Update
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Weights change in place."""
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: Update) -> None:
+        """ValueError listing every problem; nothing has changed then."""
+        self.model.load_weights(load_file(update_info.path).items())
+
+    def finish_weight_update(self) -> None:
+        """Packed bytes were derived as the masters came."""
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+def update_weights(
+    llm: Any, named_tensors: Iterable[tuple[str, Tensor]], version: int | str
+) -> None:
+    """Replace the weights of a running `LLM`, between two of its steps.
+
+    The prefix cache is dropped and running requests are preempted, so each is recomputed under the new weights before
+    it samples again. vLLM's outputs then say which version sampled each token (`weight_versions`).
+    Raises ValueError, as `checkpoint.update` does, before anything has changed.
+    """
+    with TemporaryDirectory() as folder:
+        path = str(Path(folder, "masters.safetensors"))
+        tensors = {name: t.detach().contiguous().clone() for name, t in named_tensors}
+        save_file(tensors, path)
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": path}})
+        if not llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop its prefix cache; its rows are of other weights")
+        llm.finish_weight_update(weight_version=str(version))

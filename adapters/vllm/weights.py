@@ -1,0 +1,51 @@
+"""Weights that vLLM hands over, into our own: a checkpoint's tensors first, then masters as well, always in place."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from unified_models.checkpoint.loading import fill
+from unified_models.checkpoint.match import match
+from unified_models.checkpoint.names import Names
+from unified_models.checkpoint.quantized import PLAIN
+from unified_models.checkpoint.shards import DTYPE_NAMES, Shards, Stored
+from unified_models.checkpoint.sync import update
+from unified_models.model import LanguageModel
+
+WHOLE = ("I64", "I32")
+
+
+class Given(Shards):
+    """Tensors at hand, behind the interface of a folder's."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.held = dict(tensors)
+        where = Path("tensors given to vLLM")
+        stored = {
+            name: Stored(name, where, DTYPE_NAMES[t.dtype], tuple(t.shape), t.nbytes)
+            for name, t in self.held.items()
+        }
+        super().__init__(where, stored, ())
+
+    def read(self, name: str) -> Tensor:
+        return self.held[name]
+
+
+def load(
+    model: LanguageModel, tensors: Iterable[tuple[str, Tensor]], numerics: str, filled: bool
+) -> set[str]:
+    """Fill the model, or replace what it holds; the names that were given.
+
+    The first time, and whenever packed tensors come: as a checkpoint, formats by the tensors, without masters. Later on
+    plain tensors are masters, as a trainer holds them (`checkpoint.update`).
+    Raises ValueError listing every problem before the first byte changes.
+    """
+    given = Given(tensors)
+    if filled and all(stored.dtype in (*PLAIN, *WHOLE) for stored in given.tensors.values()):
+        update(model, given.held.items())
+        return set(given.tensors)
+    device = next(t.device for t in (*model.parameters(), *model.buffers()))
+    found = match(Names.of(model), given, {})
+    fill(model, given, found, device, numerics, weights="packed", progress=False)
+    return set(given.tensors)

@@ -1,0 +1,173 @@
+"""What the tests run in a process of its own: `python child.py JOB FOLDER`. The last line printed is JSON.
+
+vLLM reads its settings from the environment as it is imported, binds threads and patches torch, so no test imports it.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+SMALL = {
+    "max_model_len": 512,
+    "enforce_eager": True,
+    "seed": 0,
+    "skip_tokenizer_init": True,
+    "block_size": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+}
+OURS = {"config_format": "unified"}
+
+
+def start(folder: str, **options: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(folder, **(SMALL | options))
+
+
+def prompts(count: int, longest: int, seed: int = 3) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [
+        [numbers.randrange(512) for _ in range(numbers.randint(2, longest))] for _ in range(count)
+    ]
+
+
+def sample(llm: Any, given: list[list[int]], tokens: int, **options: Any) -> list[dict[str, Any]]:
+    """The sampled tokens and their logprobs."""
+    from vllm import SamplingParams
+
+    fields = {"temperature": 0.7, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(max_tokens=tokens, **(fields | options))
+    outs = llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False)
+    return [
+        {
+            "prompt": list(p),
+            "ids": list(o.outputs[0].token_ids),
+            "logprobs": [
+                row[token].logprob
+                for row, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)
+            ],
+            "prompt_logprobs": [
+                row[token].logprob for row, token in zip(o.prompt_logprobs[1:], p[1:], strict=True)
+            ]
+            if o.prompt_logprobs
+            else [],
+        }
+        for p, o in zip(given, outs, strict=True)
+    ]
+
+
+def ours(folder: str) -> Any:
+    """Sampled at T = 0.7, with the logprobs of the prompts, which vLLM gives at T = 1."""
+    llm = start(folder, **OURS, enable_prefix_caching=False)
+    return {"runner": runner(llm), "outs": sample(llm, prompts(8, 90), 12, prompt_logprobs=0)}
+
+
+def runner(llm: Any) -> str | None:
+    """The module of vLLM's model runner; a function does not reach another process."""
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        return None
+    found: list[str] = llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)
+    return found[0]
+
+
+def v2_runner(folder: str) -> Any:
+    """As `ours`, by the V2 runner through Triton's interpreter."""
+    file = Path(__file__).with_name("interpreter.py")
+    spec = importlib.util.spec_from_file_location("interpreter", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install()
+    llm = start(folder, **OURS)
+    return {"runner": runner(llm), "outs": sample(llm, prompts(8, 40), 26)}
+
+
+def both_classes(folder: str) -> Any:
+    """Prompt logprobs in float32 by vLLM's own class, then by ours; both in one process."""
+    given = prompts(16, 60)
+    own = start(folder, dtype="float32", block_size=32, enable_prefix_caching=False)
+    kind = own.apply_model(lambda model: type(model).__module__)
+    theirs = sample(own, given, 1, prompt_logprobs=0)
+    del own
+    llm = start(
+        folder, **OURS, additional_config={"numerics": "float32"}, enable_prefix_caching=False
+    )
+    mine = sample(llm, given, 1, prompt_logprobs=0)
+    again = start(folder, dtype="float32", block_size=32, enable_prefix_caching=False)
+    kinds = [
+        kind[0],
+        llm.apply_model(lambda model: type(model).__module__)[0],
+        again.apply_model(lambda model: type(model).__module__)[0],
+    ]
+    return {"kinds": kinds, "theirs": theirs, "ours": mine}
+
+
+def refused_settings(folder: str) -> Any:
+    """What each setting that is not exact is answered with."""
+    told = {}
+    for name, options in {
+        "tensor_parallel_size": {"tensor_parallel_size": 2},
+        "speculative": {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 2,
+            }
+        },
+        "lora": {"enable_lora": True},
+        "logprobs_mode": {"logprobs_mode": "raw_logits"},
+        "logits_processors": {"logits_processors": ["a.b:C"]},
+        "numerics": {"additional_config": {"numerics": "float16"}},
+        "block_size": {"block_size": 48},
+    }.items():
+        try:
+            start(folder, **OURS, **options)
+            told[name] = "accepted"
+        except (ValueError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def refused_requests(folder: str) -> Any:
+    """What each sampling option that changes the distribution is answered with, and what runs beside them."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = start(folder, **OURS)
+    told = {}
+    for options in (
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"seed": 1},
+        {"min_tokens": 2},
+    ):
+        (name,) = options
+        try:
+            sample(llm, [[1, 2, 3]], 2, **options)
+            told[name] = "accepted"
+        except VLLMValidationError as error:
+            told[name] = str(error)
+    return {"told": told, "greedy": sample(llm, [[1, 2, 3]], 4, temperature=0.0)}
+
+
+JOBS: dict[str, Callable[[str], Any]] = {
+    job.__name__: job for job in (ours, v2_runner, both_classes, refused_settings, refused_requests)
+}
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1:3]
+    print(json.dumps(JOBS[name](folder)))
