@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from unified_models.engine import Output
+    from unified_models.engine import Output, Stats
 
 FAILED, REFUSED = 1, 2  # exit status: a check found unequal bits; the input is wrong
 WIDTH = 140  # columns of tables that go to a file or a pipe
@@ -139,23 +139,12 @@ def tiny(
 
     Example: unified-models tiny nemotron_h /tmp/nemotron --config configs/tiny/nemotron_h_mixed.json
     """
+    from unified_models.arguments import assignments
     from unified_models.tiny import write_tiny
 
-    write_tiny(name, folder, dict(_assignments(changes or [])), seed=seed, config=config)
+    write_tiny(name, folder, dict(assignments(changes or [])), seed=seed, config=config)
     size = sum(path.stat().st_size for path in folder.iterdir())
     Console(soft_wrap=True).print(f"{folder}: {name}, {size / 1e6:.1f} MB", highlight=False)
-
-
-def _assignments(texts: list[str]) -> Iterator[tuple[str, Any]]:
-    """key=value pairs; a value that is no JSON is a string."""
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ValueError(f"--set {text!r}: expected KEY=VALUE")
-        try:
-            yield key, json.loads(value)
-        except json.JSONDecodeError:
-            yield key, value
 
 
 @app.command()
@@ -167,6 +156,10 @@ def inspect(
     every: Annotated[
         bool, typer.Option("--every", help="One line a tensor instead of one a kind.")
     ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="vllm", help="The caches and weights that it would have there."),
+    ] = None,
 ) -> None:
     """What a checkpoint holds, what reads each tensor, and which values rounding would change.
 
@@ -175,7 +168,12 @@ def inspect(
     Example: unified-models inspect /tmp/v4 --no-values
     """
     from unified_models.checkpoint import describe, print_report
+    from unified_models.outside import run_adapter
 
+    if engine is not None:
+        if engine != "vllm":
+            raise ValueError(f"--engine {engine!r}; known: vllm")
+        raise typer.Exit(run_adapter("vllm.report", folder))
     report = describe(folder, values=values)
     print_report(report, screen(), every_tensor=every)
     if report.problems:
@@ -219,10 +217,11 @@ def generate(
 
     Example: unified-models generate /tmp/v4 --prompt "1 2 3" --prompt "4 5" --max-tokens 8 --json
     """
+    from unified_models.arguments import prompts_of, token_ids
     from unified_models.checkpoint import load
     from unified_models.engine import Engine, Sampling
 
-    given = [*map(_ids, prompt or []), *(_prompts_of(prompts) if prompts else [])]
+    given = [*map(token_ids, prompt or []), *(prompts_of(prompts) if prompts else [])]
     if not given:
         raise ValueError("nothing to generate from: give --prompt or --prompts")
     sampling = Sampling(max_tokens, temperature, seed, stop_ids=tuple(stop or ()))
@@ -235,7 +234,10 @@ def generate(
             print(json.dumps(_record(ids, out)))
         return
     _print_samples(given, outs)
-    stats = engine.stats
+    _print_work(engine.stats)
+
+
+def _print_work(stats: "Stats") -> None:
     waited = f", {stats.waited_for_state} had to wait for a place for their state"
     Console(stderr=True, soft_wrap=True).print(
         f"{stats.tokens_sampled} tokens sampled and {stats.tokens} run in {stats.steps} steps, "
@@ -243,28 +245,6 @@ def generate(
         f"{stats.seconds_total:.2f} s",
         highlight=False,
     )
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise ValueError(f"--prompt {text!r}: expected token ids, such as '1 2 3'") from None
-
-
-def _prompts_of(file: Path) -> Iterator[list[int]]:
-    """One prompt a line of a JSONL file; blank lines are passed over."""
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {number}: not JSON: {error}") from None
-        ids = value.get("prompt") if isinstance(value, dict) else value
-        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise ValueError(f"{file}, line {number}: expected a list of token ids, got {line!r}")
-        yield ids
 
 
 def _record(prompt: list[int], out: "Output") -> dict[str, Any]:
@@ -321,6 +301,7 @@ def verify(
     Example: unified-models verify /tmp/v4 --quick --json report.json
     """
     from unified_models import verify as checks
+    from unified_models.outside import run_adapter
 
     report: checks.Report | checks.Parity
     if against is None:
@@ -335,7 +316,11 @@ def verify(
     elif against == "transformers":
         report = checks.against_transformers(folder, seed=seed)
     elif against == "vllm":
-        raise typer.Exit(checks.against_vllm(folder, numerics or ["deployed"], seed, json_file))
+        settings = numerics or ["deployed"]
+        if len(settings) != 1:
+            raise ValueError(f"--against vllm runs one setting of numerics, got {settings}")
+        more = [json_file] if json_file else []
+        raise typer.Exit(run_adapter("vllm.verify", folder, settings[0], seed, *more))
     else:
         raise ValueError(f"--against {against!r}; known: transformers, vllm")
     screen().print(report.table())

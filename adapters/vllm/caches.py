@@ -51,15 +51,20 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
 
     @property
     def page_bytes(self) -> int:
-        """What a page holds; vLLM's is this, rounded up to whole bytes a token."""
+        """What a page holds."""
         return self.rows_per_page * self.row + self.tail
+
+    @property
+    def padded_bytes(self) -> int:
+        """The bytes of vLLM's page: as many for each of its rows."""
+        return -(-self.page_bytes // self.rows_per_page) * self.rows_per_page
 
     def get_attn_backend(self) -> type[Backend]:
         return Backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """A page of bytes: one head whose content is the page's bytes, spread over its rows."""
-        content = -(-self.page_bytes // self.rows_per_page)
+        content = self.padded_bytes // self.rows_per_page
         fields: dict[str, Any] = {
             "block_size": self.tokens,
             "num_kv_heads": 1,

@@ -1,5 +1,6 @@
 """The one class that vLLM builds for every architecture of the zoo."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 from vllm.config import VllmConfig
 
 from unified_models import registry
+from unified_models.adapters.vllm import report
 from unified_models.adapters.vllm.caches import Cache, caches
 from unified_models.adapters.vllm.config import NUMERICS
 from unified_models.adapters.vllm.memory import VllmMemory
@@ -27,7 +29,10 @@ class UnifiedForCausalLM(nn.Module):
         raw = vllm_config.model_config.hf_config.raw
         module = registry.find(raw["model_type"])
         self.numerics: str = (vllm_config.additional_config or {}).get("numerics", NUMERICS[0])
-        self.zoo: LanguageModel = module.Model(module.Config.from_json(raw))
+        # Not a child module: vLLM's reload would replace every child's tensors by empty ones and wait for loaders of
+        # its own kind. Ours change in place, all at once, after everything was checked.
+        self.zoo: LanguageModel
+        self.__dict__["zoo"] = module.Model(module.Config.from_json(raw))
         self.zoo.requires_grad_(False)
         self.zoo.name_parts()
         if self.numerics == "float32":
@@ -81,5 +86,8 @@ class UnifiedForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """A checkpoint's tensors, packed ones with their scales; later also masters by their checkpoint names."""
         names = load(self.zoo, weights, self.numerics, self.filled)
+        if not self.filled:
+            made = list({id(cache): cache for cache in self.by_slot.values()}.values())
+            logging.getLogger("vllm.unified_models").info("%s", report.text(self.zoo, made))
         self.filled = True
         return names

@@ -1,7 +1,7 @@
 """In-place weight updates: `LLM(..., weight_transfer_config={"backend": "unified"})` and `update_weights`."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +15,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-BACKEND = "unified"
+from unified_models.checkpoint.shards import some
+from unified_models.checkpoint.sync import digests
+from unified_models.model import LanguageModel
 
 
 @dataclass
@@ -25,9 +27,11 @@ class Init(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """path: a safetensors file of masters, by their checkpoint names."""
+    """path: a safetensors file of masters, by their checkpoint names. digests: what the trainer's forward reads, as
+    `checkpoint.sync.digests` tells; empty: not compared."""
 
     path: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -45,8 +49,11 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:
-        """ValueError listing every problem; nothing has changed then."""
+        """ValueError listing every problem; nothing has changed then. RuntimeError: what this process now reads is not
+        what the trainer reads."""
         self.model.load_weights(load_file(update_info.path).items())
+        if update_info.digests:
+            require_same(digests(self.model.zoo), update_info.digests)
 
     def finish_weight_update(self) -> None:
         """Packed bytes were derived as the masters came."""
@@ -55,10 +62,25 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Nothing is held."""
 
 
+def require_same(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """RuntimeError naming every tensor whose bytes differ from the trainer's."""
+    wrong = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} of {len(there)} tensors differ from the trainer's after the update: {some(wrong)}"
+        )
+
+
 def update_weights(
-    llm: Any, named_tensors: Iterable[tuple[str, Tensor]], version: int | str
+    llm: Any,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    version: int | str,
+    trainer: LanguageModel | None = None,
 ) -> None:
     """Replace the weights of a running `LLM`, between two of its steps.
+
+    trainer: compare every tensor that the forward reads, packed bytes and tables, with what this model reads; a
+    RuntimeError names those that differ.
 
     The prefix cache is dropped and running requests are preempted, so each is recomputed under the new weights before
     it samples again. vLLM's outputs then say which version sampled each token (`weight_versions`).
@@ -68,8 +90,9 @@ def update_weights(
         path = str(Path(folder, "masters.safetensors"))
         tensors = {name: t.detach().contiguous().clone() for name, t in named_tensors}
         save_file(tensors, path)
+        expected = digests(trainer) if trainer is not None else {}
         llm.start_weight_update()
-        llm.update_weights({"update_info": {"path": path}})
+        llm.update_weights({"update_info": {"path": path, "digests": expected}})
         if not llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop its prefix cache; its rows are of other weights")
         llm.finish_weight_update(weight_version=str(version))

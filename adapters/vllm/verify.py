@@ -199,7 +199,7 @@ def rollout(
         if version + 1 < VERSIONS and len(outs) * VERSIONS >= (version + 1) * len(prompts):
             version += 1
             given_way += len(engine.engine_core.engine_core.scheduler.running)
-            update_weights(llm, um.named_tensors(models[version]), version)
+            update_weights(llm, um.named_tensors(models[version]), version, models[version])
     counts = {m.name: m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"}
     report.preemptions = int(sum(counts.values())) - given_way
     report.cached = sum(out.num_cached_tokens or 0 for out in outs.values())

@@ -178,3 +178,28 @@ def test_training_packs_what_is_deployed_D24(
     um.save(model, tmp_path / "saved")
     served = um.load(tmp_path / "saved", weights="file")
     assert same(um.logprobs(served, IDS)[0], um.logprobs(model, IDS)[0].detach())
+
+
+def test_digests_tell_what_a_forward_reads(nemotrons: Any) -> None:
+    """Equal after an update by the same masters; one bit of a packed byte, or of an input scale, is seen."""
+    trainer, server = um.load(nemotrons()), um.load(nemotrons(), weights="packed")
+    with torch.no_grad():
+        for _, weight in trainer.weights():
+            if not weight.frozen:
+                weight.master.mul_(1.01)
+    trainer.commit()
+    assert checkpoint.digests(trainer) != checkpoint.digests(server)
+    checkpoint.update(server, um.named_tensors(trainer))
+    told = checkpoint.digests(server)
+    assert told == checkpoint.digests(trainer) and len(told) > 60
+    weights = dict(server.weights())
+    for path, piece in (
+        ("blocks.1.mixer.experts.up", "codes"),
+        ("blocks.0.mixer.in_proj", "scale"),
+        ("blocks.0.mixer.in_proj.input_scale", "values"),
+        ("blocks.0.mixer.A_log", "values"),
+    ):
+        getattr(weights[path], piece).view(-1).view(torch.uint8)[0] ^= 1
+        changed = checkpoint.digests(server)
+        assert [name for name in told if told[name] != changed[name]] == [f"{path}.{piece}"]
+        told = changed

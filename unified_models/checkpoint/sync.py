@@ -1,6 +1,7 @@
 """The sync list: every tensor that a forward reads, by its checkpoint name, out of a model and back into one."""
 
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ def values_of(part: Part) -> Tensor:
     if part.index is not None:
         packed = {name: values[part.index] for name, values in packed.items()}
     return owner.format.unpack(packed, part.shape).view(part.shape)
+
+
+@torch.no_grad()
+def digests(model: LanguageModel) -> dict[str, str]:
+    """A hash of every tensor that the forward reads, by module path: packed bytes and tables. Two models with the same
+    digests compute the same bits. RuntimeError: a weight is not committed."""
+    read = {f"{path}.{name}": t for path, w in model.weights() for name, t in w().packed.items()}
+    read |= {path: table() for path, table in model.tables()}
+    return {name: _digest(tensor) for name, tensor in read.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return blake2b(data, digest_size=16).hexdigest()  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from unified_models.verify.rollout import Rollout, against_training
 from unified_models.verify.run import verify_folder
 from unified_models.verify.trace import Fault, Trace, recording
 from unified_models.verify.transformers import Parity, against_transformers
-from unified_models.verify.vllm import against_vllm
 
 __all__ = [
     "Comparison",
@@ -23,7 +22,6 @@ __all__ = [
     "UnequalError",
     "against_training",
     "against_transformers",
-    "against_vllm",
     "bits",
     "control",
     "default_lengths",

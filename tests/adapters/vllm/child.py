@@ -164,8 +164,30 @@ def refused_requests(folder: str) -> Any:
     return {"told": told, "greedy": sample(llm, [[1, 2, 3]], 4, temperature=0.0)}
 
 
+def reload(folder: str) -> Any:
+    """The same requests under the weights of the folder, of another checkpoint, and of the folder again, each loaded by
+    vLLM's own reload; where every tensor lies before and after."""
+    other = f"{folder}-other"
+    llm = start(folder, **OURS)
+    given = prompts(6, 60)
+    found: dict[str, Any] = {"outs": [], "pointers": []}
+    for path in (None, other, folder):
+        if path is not None:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            llm.reset_prefix_cache()
+        found["outs"].append(sample(llm, given, 8))
+        found["pointers"].append(llm.apply_model(pointers)[0])
+    return found
+
+
+def pointers(model: Any) -> dict[str, int]:
+    """Where every tensor that the forward reads lies."""
+    return {name: t.data_ptr() for name, t in model.zoo.named_buffers()}
+
+
 JOBS: dict[str, Callable[[str], Any]] = {
-    job.__name__: job for job in (ours, v2_runner, both_classes, refused_settings, refused_requests)
+    job.__name__: job
+    for job in (ours, v2_runner, both_classes, refused_settings, refused_requests, reload)
 }
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import unified_models as um
 from unified_models.verify.compare import Comparison, bits
 
 pytestmark = pytest.mark.vllm
+CONFIGS = Path(__file__).parents[3] / "configs/tiny"
 Child = Callable[..., Any]
 Checkpoint = Callable[[str], Path]
 
@@ -110,6 +111,24 @@ def test_our_class_means_what_vllms_own_means(checkpoint: Checkpoint, child: Chi
     ]
     assert len(found["ours"]) == 16 and len(pairs) > 300
     assert max(abs(a - b) for a, b in pairs) < 1e-4
+
+
+@pytest.mark.slow
+def test_reloads_change_weights_in_place_A23_A25_A26_A27(
+    checkpoint: Checkpoint, child: Child
+) -> None:
+    """Another checkpoint by vLLM's own reload, and the first one again: each has the bits of a fresh process, and no
+    tensor that the forward reads has moved."""
+    folder = checkpoint("nemotron_h")
+    other = folder.with_name(f"{folder.name}-other")
+    um.make_tiny("nemotron_h", other, seed=9, config=CONFIGS / "nemotron_h_mixed.json")
+    found = child("reload", folder)
+    for outs, path in zip(found["outs"], (folder, other, folder), strict=True):
+        compared = sampled(path, outs)
+        assert (compared.compared, compared.unequal) == (48, 0), path
+    first, *later = found["pointers"]
+    assert len(first) > 50 and all(pointers == first for pointers in later)
+    assert sampled(other, found["outs"][0]).unequal > 0, "the control: other weights, other bits"
 
 
 @pytest.mark.slow
