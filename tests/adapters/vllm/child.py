@@ -53,6 +53,7 @@ def sample(llm: Any, given: list[list[int]], tokens: int, **options: Any) -> lis
         {
             "prompt": list(p),
             "ids": list(o.outputs[0].token_ids),
+            "cached": o.num_cached_tokens or 0,
             "logprobs": [
                 row[token].logprob
                 for row, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)
@@ -185,9 +186,29 @@ def pointers(model: Any) -> dict[str, int]:
     return {name: t.data_ptr() for name, t in model.zoo.named_buffers()}
 
 
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 200, 255, 256, 384, 510, 511)
+
+
+def lengths(folder: str) -> Any:
+    """One token after prompts of awkward lengths, twice in one engine without a prefix cache, and what is said to a
+    prompt that leaves no room."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = start(folder, **OURS, enable_prefix_caching=False)
+    numbers = random.Random(5)
+    given = [[numbers.randrange(512) for _ in range(n)] for n in LENGTHS]
+    outs = [sample(llm, given, 1, prompt_logprobs=0) for _ in range(2)]
+    try:
+        sample(llm, [list(range(512))], 1)
+        told = "accepted"
+    except VLLMValidationError as error:
+        told = str(error)
+    return {"outs": outs, "told": told}
+
+
 JOBS: dict[str, Callable[[str], Any]] = {
     job.__name__: job
-    for job in (ours, v2_runner, both_classes, refused_settings, refused_requests, reload)
+    for job in (ours, v2_runner, both_classes, refused_settings, refused_requests, reload, lengths)
 }
 
 if __name__ == "__main__":

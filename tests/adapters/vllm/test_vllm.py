@@ -78,6 +78,26 @@ def test_v1_runner_and_prompt_logprobs(checkpoint: Checkpoint, child: Child) -> 
 
 
 @pytest.mark.slow
+def test_prompts_of_awkward_lengths_B12_B13_B14_G08(checkpoint: Checkpoint, child: Child) -> None:
+    """Around pages and chunks, up to the model's limit: every prompt logprob; no prefix cache where it is off."""
+    folder = checkpoint("nemotron_h")
+    found = child("lengths", folder)
+    model = um.load(folder)
+    for outs in found["outs"]:
+        assert [out["cached"] for out in outs] == [0] * len(outs)
+        compared = sampled(folder, outs)
+        assert (compared.compared, compared.unequal) == (len(outs), 0)
+        with torch.no_grad():
+            again = um.logprobs(model, [out["prompt"] for out in outs])
+        whole = bits(
+            [torch.tensor(out["prompt_logprobs"], dtype=torch.float32) for out in outs], again
+        )
+        assert whole.compared == sum(len(out["prompt"]) - 1 for out in outs) > 2000
+        assert whole.unequal == 0
+    assert "512" in found["told"], found["told"]
+
+
+@pytest.mark.slow
 def test_v2_runner_has_its_own_sum(checkpoint: Checkpoint, child: Child) -> None:
     """vLLM's other runner adds a row of the vocabulary in another order: the trainer takes it as the provider."""
     folder = checkpoint("nemotron_h")
@@ -89,7 +109,7 @@ def test_v2_runner_has_its_own_sum(checkpoint: Checkpoint, child: Child) -> None
 
 
 @pytest.mark.slow
-def test_engine_core_in_a_process_of_its_own(checkpoint: Checkpoint, child: Child) -> None:
+def test_engine_core_in_a_process_of_its_own_G01(checkpoint: Checkpoint, child: Child) -> None:
     """The plugin is found in every process."""
     folder = checkpoint("qwen3")
     found = child("ours", folder, VLLM_ENABLE_V1_MULTIPROCESSING="1")
