@@ -83,6 +83,11 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         self.kv_cache = kv_cache
 
+    def spoil(self) -> None:
+        """Nothing that is stored may be read any more: every byte is that of a NaN, in each format that a row has."""
+        if self.kv_cache.numel():
+            self.kv_cache.view(torch.uint8).fill_(0xFF)
+
     @property
     def pages_PB(self) -> Tensor:
         """The bytes of each page."""

@@ -45,7 +45,7 @@ class UnifiedForCausalLM(nn.Module):
             if cache.layer_name in known:
                 raise ValueError(f"two caches are called {cache.layer_name}")
             known[cache.layer_name] = cache
-        self.first: Cache = made[0]
+        self.caches: list[Cache] = made
         self.by_slot: dict[Slot, Cache] = {cache.slot: cache for cache in made}
         for cache in made:
             if isinstance(cache.slot, State):
@@ -67,7 +67,7 @@ class UnifiedForCausalLM(nn.Module):
         **_: Any,
     ) -> Tensor:
         """Hidden rows of all tokens, those of padding zero. Without metadata (vLLM measures memory) one pack."""
-        metadata = self.first.metadata
+        metadata = self.caches[0].metadata
         if metadata is None:
             step = Step.of([len(input_ids)], device=input_ids.device)
             self._ctx = LocalContext(step)
@@ -79,15 +79,26 @@ class UnifiedForCausalLM(nn.Module):
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 [rows, vocabulary]."""
+        """float32 [rows, vocabulary]. FloatingPointError: a NaN, as from pages of other weights."""
         ctx = self._ctx or LocalContext(Step.of([len(hidden_states)], device=hidden_states.device))
-        return self.zoo.logits(hidden_states, ctx)
+        logits = self.zoo.logits(hidden_states, ctx)
+        if logits.isnan().any():
+            row = int(logits.isnan().any(-1).nonzero()[0])
+            raise FloatingPointError(
+                f"logits of row {row} are NaN; after weights were replaced, vLLM's prefix cache must be dropped: "
+                "llm.reset_prefix_cache(reset_running_requests=True)"
+            )
+        return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """A checkpoint's tensors, packed ones with their scales; later also masters by their checkpoint names."""
+        """A checkpoint's tensors, packed ones with their scales; later also masters by their checkpoint names.
+
+        What the caches hold is of the old weights then, and is spoilt: read by mistake, it shows.
+        """
         names = load(self.zoo, weights, self.numerics, self.filled)
         if not self.filled:
-            made = list({id(cache): cache for cache in self.by_slot.values()}.values())
-            logging.getLogger("vllm.unified_models").info("%s", report.text(self.zoo, made))
+            logging.getLogger("vllm.unified_models").info("%s", report.text(self.zoo, self.caches))
+        for cache in self.caches:
+            cache.spoil()
         self.filled = True
         return names

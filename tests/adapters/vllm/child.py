@@ -186,6 +186,20 @@ def pointers(model: Any) -> dict[str, int]:
     return {name: t.data_ptr() for name, t in model.zoo.named_buffers()}
 
 
+def stale(folder: str) -> Any:
+    """The same prompt after a reload whose caller forgot the prefix cache."""
+    llm = start(folder, **OURS)
+    given = prompts(1, 60, seed=4)
+    before = sample(llm, given, 1)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    try:
+        sample(llm, given, 1)
+        told = "accepted"
+    except (RuntimeError, FloatingPointError) as error:
+        told = str(error)
+    return {"before": before, "told": told}
+
+
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 200, 255, 256, 384, 510, 511)
 
 
@@ -208,7 +222,16 @@ def lengths(folder: str) -> Any:
 
 JOBS: dict[str, Callable[[str], Any]] = {
     job.__name__: job
-    for job in (ours, v2_runner, both_classes, refused_settings, refused_requests, reload, lengths)
+    for job in (
+        ours,
+        v2_runner,
+        both_classes,
+        refused_settings,
+        refused_requests,
+        reload,
+        stale,
+        lengths,
+    )
 }
 
 if __name__ == "__main__":

@@ -152,6 +152,18 @@ def test_reloads_change_weights_in_place_A23_A25_A26_A27(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "nemotron_h"])
+def test_pages_of_other_weights_are_not_used_A31(
+    checkpoint: Checkpoint, child: Child, name: str
+) -> None:
+    """A reload whose caller forgot to drop the prefix cache: refused, not answered from old pages."""
+    found = child("stale", checkpoint(name))
+    assert sampled(checkpoint(name), found["before"]).unequal == 0
+    reason = "holds -1 rows" if name == "nemotron_h" else "prefix cache must be dropped"
+    assert reason in found["told"], found["told"]
+
+
+@pytest.mark.slow
 def test_settings_that_are_not_exact_are_refused(checkpoint: Checkpoint, child: Child) -> None:
     told = child("refused_settings", checkpoint("nemotron_h"))
     for name, reason in {
