@@ -94,6 +94,19 @@ def test_checkout_imports(tree: Path) -> None:
     assert done.stdout.strip() == str(tree / "unified_models/adapters/__init__.py"), done.stderr
 
 
+def test_works_without_triton_or_cuda_G04(tree: Path, tmp_path: Path) -> None:
+    """Triton cannot be imported, no library of CUDA kernels either: make, load, score."""
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("triton", "vllm", "deep_gemm", "flash_mla", "mamba_ssm", "transformers"))
+import unified_models as um
+um.make_tiny("nemotron_h", sys.argv[1])
+print(len(um.logprobs(um.load(sys.argv[1]), [[1, 2, 3]])[0]))
+"""
+    done = run(sys.executable, "-c", program, tmp_path / "tiny", cwd=tree, PYTHONPATH=str(tree))
+    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
+
+
 def test_top_level_adapters_is_refused(tree: Path) -> None:
     done = run(sys.executable, "-c", "import adapters", cwd=tree)
     assert done.returncode == 1

@@ -110,6 +110,9 @@ def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
         )
     if vllm_config.lora_config is not None:
         wrong.append(("LoRA adds to products outside our operators", "enable_lora=True"))
+    outputs = getattr(vllm_config, "aux_output_config", model)
+    if getattr(outputs, "enable_return_routed_experts", False):
+        wrong.append(("the experts of a token are not returned: equal bits need no replay", True))
     numerics = (vllm_config.additional_config or {}).get("numerics", NUMERICS[0])
     if numerics not in NUMERICS:
         wrong.append((f"additional_config: numerics must be one of {NUMERICS}", numerics))

@@ -119,6 +119,8 @@ def refused_settings(folder: str) -> Any:
     told = {}
     for name, options in {
         "tensor_parallel_size": {"tensor_parallel_size": 2},
+        "data_parallel_size": {"data_parallel_size": 2},
+        "routes": {"enable_return_routed_experts": True},
         "speculative": {
             "speculative_config": {
                 "method": "ngram",
@@ -137,6 +139,26 @@ def refused_settings(folder: str) -> Any:
             told[name] = "accepted"
         except (ValueError, RuntimeError) as error:
             told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def foreign(folder: str) -> Any:
+    """What config.json files that are not ours are answered with."""
+    told = {}
+    path = Path(folder, "config.json")
+    raw = json.loads(path.read_text())
+    for name, change in {
+        "nonsense": {"model_type": "nonsense"},
+        "unknown key": {"hiden_size": 1},
+        "no model_type": {"model_type": None},
+    }.items():
+        path.write_text(json.dumps({k: v for k, v in (raw | change).items() if v is not None}))
+        try:
+            start(folder, **OURS)
+            told[name] = "accepted"
+        except ValueError as error:
+            told[name] = str(error)
+    path.write_text(json.dumps(raw))
     return told
 
 
@@ -228,6 +250,7 @@ JOBS: dict[str, Callable[[str], Any]] = {
         both_classes,
         refused_settings,
         refused_requests,
+        foreign,
         reload,
         stale,
         lengths,

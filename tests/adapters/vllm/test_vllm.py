@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def sampled(
 def test_rollouts_under_load_have_the_trainers_bits(
     checkpoint: Checkpoint, surroundings: Any, tmp_path: Path, name: str
 ) -> None:
-    """B01 B02 B03 A19: 16 at a time, 16 tokens a step, little memory, shared beginnings, two updates of the weights
+    """B01 B02 B03 B11: 16 at a time, 16 tokens a step, little memory, shared beginnings, two updates of the weights
     while requests run, T = 0.7; each token under the weights that sampled it, against training and our engine."""
     told = tmp_path / "report.json"
     command = [str(Path(sys.executable).with_name("unified-models")), "verify"]
@@ -164,10 +165,15 @@ def test_pages_of_other_weights_are_not_used_A31(
 
 
 @pytest.mark.slow
-def test_settings_that_are_not_exact_are_refused(checkpoint: Checkpoint, child: Child) -> None:
+def test_settings_that_are_not_exact_are_refused_A19_A20_B10_B17(
+    checkpoint: Checkpoint, child: Child
+) -> None:
+    """In one line each, at the start."""
     told = child("refused_settings", checkpoint("nemotron_h"))
     for name, reason in {
         "tensor_parallel_size": "tensor_parallel_size must be 1",
+        "data_parallel_size": "data_parallel_size",
+        "routes": "the experts of a token are not returned",
         "speculative": "speculative decoding is not exact yet, got 'ngram'",
         "lora": "LoRA adds to products outside our operators",
         "logprobs_mode": "logprobs_mode must be 'processed_logprobs', got 'raw_logits'",
@@ -176,6 +182,21 @@ def test_settings_that_are_not_exact_are_refused(checkpoint: Checkpoint, child: 
         "block_size": "block_size 48 does not divide the scan's chunk of 16",
     }.items():
         assert reason in told[name], (name, told[name])
+
+
+@pytest.mark.slow
+def test_other_configs_are_answered_by_our_reader_G03(
+    checkpoint: Checkpoint, child: Child, tmp_path: Path
+) -> None:
+    """Not by "upgrade your library": the file, the key, and what is known."""
+    folder = tmp_path / "foreign"
+    shutil.copytree(checkpoint("qwen3"), folder)
+    told = child("foreign", folder)
+    assert "'nonsense'" in told["nonsense"] and "nemotron_h" in told["nonsense"]
+    assert (
+        "unknown key 'hiden_size'" in told["unknown key"] and "config.json" in told["unknown key"]
+    )
+    assert "missing key 'model_type'" in told["no model_type"]
 
 
 @pytest.mark.slow
