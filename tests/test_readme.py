@@ -12,14 +12,19 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
 
 
-def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one; tests/adapters/vllm runs the second."""
-    example, of_vllm = re.findall(
+def test_readme_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use it and train it, in the order of the page and in ten lines each; tests/adapters/vllm runs serve it."""
+    use, serve, train = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
-    assert "assert" in example and "from vllm import" in of_vllm
+    assert "from vllm import" in serve
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
+    for example in (use, train):
+        assert "assert" in example
+        exec(compile(example, "README.md", "exec"), {})
+    for example in (use, serve, train):
+        lines = [line for line in example.splitlines() if line and "import" not in line]
+        assert len(lines) <= 10
 
 
 @pytest.mark.parametrize("page", PAGES)
