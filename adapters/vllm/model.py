@@ -51,6 +51,7 @@ class UnifiedForCausalLM(nn.Module):
             if isinstance(cache.slot, State):
                 self.by_slot[cache.slot.open] = cache
         self.filled = False
+        self.groups: list[report.Group] = []
         self._ctx: LocalContext | None = None
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -74,9 +75,18 @@ class UnifiedForCausalLM(nn.Module):
         else:
             step = Step.of(metadata.lengths, metadata.past, input_ids.device)
             self._ctx = LocalContext(step, VllmMemory(step, self.by_slot))
+            self._tell_groups()
         hidden: Tensor = self.zoo(input_ids[: step.num_tokens].long(), self._ctx)
         missing = len(input_ids) - step.num_tokens
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+
+    def _tell_groups(self) -> None:
+        """Once: the blocks that vLLM made of our pages, and what is lost in them."""
+        if not self.groups:
+            self.groups = report.groups(self.caches)
+            log = logging.getLogger("vllm.unified_models")
+            for group in self.groups:
+                log.info("%s, %d bytes lost", group, group.lost)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [rows, vocabulary]. FloatingPointError: a NaN, as from pages of other weights."""

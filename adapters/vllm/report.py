@@ -7,6 +7,7 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +37,37 @@ def cache_table(made: Iterable[Cache]) -> Table:
         cells = (count, tokens, kept, f"{size:,}", lost)
         table.add_row(kind, *map(str, cells))
     return table
+
+
+@dataclass(frozen=True)
+class Group:
+    """Caches that share vLLM's blocks: how many, tokens of a block, the bytes of it that they use, and its own."""
+
+    caches: int
+    tokens: int
+    used: int
+    block: int
+
+    @property
+    def lost(self) -> int:
+        """Bytes of a block that no cache of the group uses: all groups draw from blocks of one size."""
+        return self.block - self.used
+
+
+def groups(made: Iterable[Cache]) -> list[Group]:
+    """As vLLM made them; within a step, while caches are bound and each knows its group's metadata."""
+    members: dict[int, list[Cache]] = {}
+    for cache in made:
+        members.setdefault(id(cache.metadata), []).append(cache)
+    return [
+        Group(
+            len(group),
+            group[0].tokens,
+            sum(cache.page_bytes for cache in group),
+            group[0].kv_cache.stride(0) * group[0].kv_cache.element_size(),
+        )
+        for group in members.values()
+    ]
 
 
 def weights_table(model: LanguageModel) -> Table:

@@ -71,7 +71,15 @@ def sample(llm: Any, given: list[list[int]], tokens: int, **options: Any) -> lis
 def ours(folder: str) -> Any:
     """Sampled at T = 0.7, with the logprobs of the prompts, which vLLM gives at T = 1."""
     llm = start(folder, **OURS, enable_prefix_caching=False)
-    return {"runner": runner(llm), "outs": sample(llm, prompts(8, 90), 12, prompt_logprobs=0)}
+    found = {"runner": runner(llm), "outs": sample(llm, prompts(8, 90), 12, prompt_logprobs=0)}
+    if found["runner"] is not None:
+        found["groups"] = llm.apply_model(groups)[0]
+    return found
+
+
+def groups(model: Any) -> list[dict[str, int]]:
+    """The blocks that vLLM made of the model's pages."""
+    return [{**vars(group), "lost": group.lost} for group in model.groups]
 
 
 def runner(llm: Any) -> str | None:

@@ -66,6 +66,11 @@ def test_v1_runner_and_prompt_logprobs(checkpoint: Checkpoint, child: Child) -> 
     assert found["runner"] == "vllm.v1.worker.cpu_model_runner"
     compared = sampled(folder, found["outs"])
     assert (compared.compared, compared.unequal) == (96, 0)
+    groups = found["groups"]
+    assert sum(group["caches"] for group in groups) == 5, "two scans with their rows, one attention"
+    assert len({group["block"] for group in groups}) == 1, "all blocks are of one size"
+    assert all(group["lost"] == group["block"] - group["used"] >= 0 for group in groups)
+    assert min(group["lost"] for group in groups) == 0, "the widest group sets it"
     prompts = [{**o, "ids": [], "logprobs": o["prompt_logprobs"]} for o in found["outs"]]
     model = um.load(folder)
     with torch.no_grad():
