@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import unified_models as um
@@ -14,6 +15,15 @@ from unified_models.models.qwen3 import Config, Model
 from unified_models.tiny import randomize
 
 LENGTHS = (1, 0, 129, 3, 65)
+FP8 = {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        f"model.layers.{layer}.{name}_proj": {"quant_algo": "FP8"}
+        for layer in range(3)
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down")
+    },
+    "kv_cache_quant_algo": "FP8",
+}
 
 
 def make(numerics: str, **overrides: object) -> Model:
@@ -93,14 +103,7 @@ def test_logprobs_and_backward_against_float64(tied: bool) -> None:
 @pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "fp8"])
 def test_engine_and_training_have_the_same_bits(quantized: bool) -> None:
     """Sampled under little memory, small steps and a prefix cache; recomputed in one pack."""
-    layers = {
-        f"model.layers.{layer}.{name}_proj": {"quant_algo": "FP8"}
-        for layer in range(3)
-        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down")
-    }
-    config = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    config["kv_cache_quant_algo"] = "FP8"
-    model = make("deployed", **({"quantization_config": config} if quantized else {}))
+    model = make("deployed", **({"quantization_config": FP8} if quantized else {}))
     engine = um.Engine(model, cache_tokens=208, step_tokens=24, max_sequences=5, poison=True)
     prompts = make_sequences(512, (31, 15, 16, 30, 1, 17, 64, 100))
     prompts += [prompts[-1][:80] + [7]]
@@ -126,6 +129,17 @@ def test_save_and_load(tmp_path: Path, tied: bool) -> None:
     lps = [um.logprobs(m, make_sequences(512)) for m in (model, again)]
     compared = um.verify.bits(*([lp.detach() for lp in each] for each in lps))
     assert compared.compared == 194 and compared.unequal == 0
+
+
+def test_a_cache_scale_that_is_no_positive_number_stops(tmp_path: Path) -> None:
+    model = make("deployed", quantization_config=FP8)
+    save(model, tmp_path / "a")
+    state = load_file(tmp_path / "a/model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.k_scale"
+    state[name] = torch.zeros(())
+    save_file(state, tmp_path / "a/model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name} is 0\.0, expected a finite number above 0"):
+        um.load(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

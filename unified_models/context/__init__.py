@@ -1,6 +1,6 @@
 """The execution context. A model file imports from here and from ops, and nothing else of the house."""
 
-from unified_models.context.interface import Context, Experts, Pool
+from unified_models.context.interface import Context, Experts, Pool, cache_scale
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.formats import (
     BFLOAT16_RECORD,
@@ -27,4 +27,5 @@ __all__ = [
     "Table",
     "VectorFP8",
     "Weight",
+    "cache_scale",
 ]

@@ -65,6 +65,12 @@ class Experts(nn.Module):
         self.down = Weight("experts", num_experts, None, width, None, hidden, format=of["down"])
 
 
+def cache_scale() -> Weight:
+    """What keys or values are divided by before they are kept in FP8 (`attend(scales=)`), float32 [], never trained; 1
+    where a checkpoint has none."""
+    return Weight(format="float32", frozen=True, init="cache_scale", default=1.0, positive=True)
+
+
 class Context(Protocol):
     """One step of a model. See the module docstring for the contract."""
 
@@ -177,4 +183,5 @@ __all__ = [
     "State",
     "Table",
     "Weight",
+    "cache_scale",
 ]

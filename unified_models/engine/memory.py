@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from unified_models.context.memory import Readable
@@ -21,9 +20,7 @@ from unified_models.context.slots import Entries, Rows, Slot, State
 from unified_models.context.step import Step
 from unified_models.engine.pool import PagePool
 from unified_models.engine.states import StateStore
-from unified_models.engine.table import PageTable
-
-Numbers = NDArray[np.int64]
+from unified_models.engine.table import Numbers, PageTable, numbered
 
 POISON = 0xFF  # NaN in float32, bfloat16, e4m3 and e8m0
 
@@ -266,9 +263,6 @@ class StepMemory:
 
     def _places(self, store: Store, first_S: Numbers, end_S: Numbers) -> tuple[Numbers, Numbers]:
         """Rows of `store.data_RB` for rows first .. end of each sequence, and each sequence's base among them."""
-        counts_S = end_S - first_S
-        base_S = np.cumsum(counts_S) - end_S
-        number_N = np.arange(counts_S.sum()) - base_S.repeat(counts_S)
-        seat_N = self.seats_S.repeat(counts_S)
+        seat_N, number_N, base_S = numbered(self.seats_S, first_S, end_S)
         page_N = store.table.pages_SK[seat_N, number_N // store.per_page]
         return page_N * store.per_page + number_N % store.per_page, base_S

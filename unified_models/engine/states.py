@@ -2,14 +2,12 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from unified_models.context.slots import State
 from unified_models.context.step import Step
-from unified_models.engine.table import PageTable
+from unified_models.engine.table import Numbers, PageTable, numbered
 
-Numbers = NDArray[np.int64]
 NOTHING = -1
 
 
@@ -61,12 +59,12 @@ class StateStore:
         """Keep the states of the chunks that this step fills, and say what its pages hold now."""
         Q, past_S = self.slot.chunk, np.array(step.past, np.int64)
         total_S = past_S + np.array(step.lengths, np.int64)
-        full = self._spread(seats_S, past_S // Q, total_S // Q)
-        assert len(full[0]) == len(new_UHPN), f"{self.slot.path}: {len(new_UHPN)} states"
-        pages = torch.from_numpy(self._pages(*full)).to(self.data_PX.device)
+        seat_N, chunk_N, _ = numbered(seats_S, past_S // Q, total_S // Q)
+        assert len(seat_N) == len(new_UHPN), f"{self.slot.path}: {len(new_UHPN)} states"
+        pages = torch.from_numpy(self._pages(seat_N, chunk_N)).to(self.data_PX.device)
         self.data_PX.index_copy_(0, pages, new_UHPN.flatten(1))
         touched = np.where(total_S > past_S, -(-total_S // Q), past_S // Q)
-        seat_N, chunk_N = self._spread(seats_S, past_S // Q, touched)
+        seat_N, chunk_N, _ = numbered(seats_S, past_S // Q, touched)
         total_N = total_S.repeat(touched - past_S // Q)
         page_N = self._pages(seat_N, chunk_N)
         self.held_P2[page_N, 0] = chunk_N * Q
@@ -75,13 +73,6 @@ class StateStore:
     def _pages(self, seat_N: Numbers, chunk_N: Numbers) -> Numbers:
         pages: Numbers = self.table.pages_SK[seat_N, chunk_N]
         return pages
-
-    @staticmethod
-    def _spread(seats_S: Numbers, first_S: Numbers, end_S: Numbers) -> tuple[Numbers, Numbers]:
-        """(seat, chunk) of chunks first .. end of each sequence."""
-        counts_S = end_S - first_S
-        base_S = np.cumsum(counts_S) - end_S
-        return seats_S.repeat(counts_S), np.arange(counts_S.sum()) - base_S.repeat(counts_S)
 
     def _check(self, page_N: Numbers, chunk_N: Numbers, rows_N: Numbers) -> None:
         first_N = chunk_N * self.slot.chunk

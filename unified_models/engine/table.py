@@ -1,8 +1,11 @@
 """The page table of one group of slots: which page holds which tokens of each seat."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unified_models.engine.pool import PagePool
+
+Numbers = NDArray[np.int64]
 
 
 class PageTable:
@@ -91,3 +94,12 @@ class PageTable:
 def window_pages(keep: int, page_tokens: int, step_tokens: int) -> int:
     """The most pages that a sequence of a sliding group holds at a time."""
     return -(-(keep - 1 + step_tokens) // page_tokens) + 1
+
+
+def numbered(
+    seats_S: Numbers, first_S: Numbers, end_S: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seat and number of first .. end of each sequence, one sequence after the other; and where number 0 would be."""
+    counts_S = end_S - first_S
+    base_S = np.cumsum(counts_S) - end_S
+    return seats_S.repeat(counts_S), np.arange(counts_S.sum()) - base_S.repeat(counts_S), base_S

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from unified_models import ops
 from unified_models.config import fields_from, require
-from unified_models.context import BFLOAT16_RECORD, Context, Rope, Rows, StaticFP8, Weight
+from unified_models.context import (
+    BFLOAT16_RECORD,
+    Context,
+    Rope,
+    Rows,
+    StaticFP8,
+    Weight,
+    cache_scale,
+)
 from unified_models.model import LanguageModel
 from unified_models.quantization import Quantization
 
@@ -147,11 +155,6 @@ class Attention(nn.Module):
         scales = (self.k_scale, self.v_scale) if self.k_scale and self.v_scale else None
         o_THD = ctx.attend(q_THD, k_TGD, v_TGD, self.keys_values, scale=self.D**-0.5, scales=scales)
         return ctx.linear(o_THD.flatten(1), self.o_proj)  # type: ignore[no-any-return]
-
-
-def cache_scale() -> Weight:
-    """What keys or values are divided by before they are kept in FP8; 1 where a checkpoint has none."""
-    return Weight(format="float32", frozen=True, init="cache_scale", default=1.0)
 
 
 class MLP(nn.Module):
