@@ -352,7 +352,7 @@ CLEAN = [
         OP,
         "from unified_models.weight import Weight; import unified_models.formats.weights",
     ),
-    (direction, OP, "from . import cpu; from ..linear import cpu"),
+    (direction, OP, "from . import arithmetic; from ..linear import cpu"),
     (direction, "unified_models/engine/e.py", "from unified_models import checkpoint, context"),
     (direction, "adapters/vllm/a.py", "import unified_models.adapters.vllm, unified_models.engine"),
     (

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ class Fingerprint:
     """master: packed from masters by the packing rule; file: the file's own bytes"""
     backend: str
     chip: str
-    """CPU capability that torch and MKL choose their kernels by"""
+    """what torch and MKL choose their kernels by: a CPU's capability, a GPU's name and generation"""
     logprob: str
     """provider of log_softmax's order of summation"""
     libraries: dict[str, str]
@@ -43,9 +42,9 @@ class Fingerprint:
             numerics=model.numerics,
             weights=model.weights_from,
             backend=device.type,
-            chip=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            chip=backend.chip(device),
             logprob=provider,
-            libraries={"torch": torch.__version__},
+            libraries=backend.libraries(device),
             kernels=backend.sources(),
         )
 

@@ -7,18 +7,21 @@ rules of windows, at multiples of the chunk, and nothing is copied.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from unified_models.adapters.vllm.backend import Backend, Metadata
 from unified_models.context.slots import Entries, Rows, Slot, State
 
+STRIDES = "tokens_per_state" in {field.name for field in dataclasses.fields(FullAttentionSpec)}
+"""Whether a spec of this release may have a row for several tokens, and a page size of its own (0.27 and later)."""
 HEADER = 16  # bytes of a State's page: the position of its first row, and how many rows it has; int64 each
 
 
@@ -44,6 +47,7 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         if isinstance(slot, State):
             self.tail = 4 * slot.size + HEADER
         self.kv_cache = torch.empty(0)
+        self.block_bytes: int | None = None
 
     @property
     def rows_per_page(self) -> int:
@@ -63,7 +67,10 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         return Backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """A page of bytes: one head whose content is the page's bytes, spread over its rows."""
+        """A page of bytes: one head whose content is the page's bytes, spread over its rows.
+
+        vLLM 0.26 knows rows of several tokens as latent attention's, and one page size for all of a model.
+        """
         content = self.padded_bytes // self.rows_per_page
         fields: dict[str, Any] = {
             "block_size": self.tokens,
@@ -73,8 +80,12 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
             "dtype": torch.uint8,
             "dcp_sharded": False,
             "tokens_per_state": self.stride,
+            "compress_ratio": self.stride,
+            "page_size_padded": self.block_bytes,
         }
         kind = FullAttentionSpec if self.keep is None else SlidingWindowSpec
+        if self.stride > 1 and not STRIDES:
+            kind = MLAAttentionSpec
         if self.keep is not None:
             fields["sliding_window"] = self.keep
         known = {field.name for field in dataclasses.fields(kind)}
@@ -112,6 +123,13 @@ def caches(slots: Iterable[Slot], page_tokens: int, prefix: str) -> Iterator[Cac
             number += 1
 
 
+def level(made: Sequence[Cache]) -> None:
+    """Give all caches one page size, that of the largest, where this release asks for it."""
+    if not STRIDES:
+        for cache in made:
+            cache.block_bytes = max(other.padded_bytes for other in made)
+
+
 def kinds(slot: Slot, page_tokens: int) -> Iterator[dict[str, Any]]:
     """The arguments of each cache that a slot needs."""
     if isinstance(slot, Rows):
@@ -134,9 +152,17 @@ def kinds(slot: Slot, page_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def pages(slots: Iterable[Slot], page_tokens: int, tokens: int, step_tokens: int) -> int:
-    """About the most pages that one sequence of that many tokens holds, all groups together."""
-    groups = {(k["tokens"], k["keep"]) for slot in slots for k in kinds(slot, page_tokens)}
+    """About the most pages that one sequence of that many tokens holds, all groups together.
+
+    A group is of caches with one window and as many tokens a page; in 0.26 of equal ones, as many in each group.
+    """
+    made = [kind for slot in slots for kind in kinds(slot, page_tokens)]
+    alike = Counter((k["tokens"], k["keep"], k["row"], k["stride"]) for k in made)
+    if STRIDES:
+        alike = Counter({(*key, 0, 0): 1 for key in {kind[:2] for kind in alike}})
+    least = min(alike.values())
     return sum(
-        -(-(tokens if keep is None else min(tokens, keep - 1 + step_tokens)) // size) + 1
-        for size, keep in groups
+        -(-count // least)
+        * (-(-(tokens if keep is None else min(tokens, keep - 1 + step_tokens)) // size) + 1)
+        for (size, keep, _, _), count in alike.items()
     )

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 
 from unified_models import registry
 from unified_models.adapters.vllm import report
-from unified_models.adapters.vllm.caches import Cache, caches
+from unified_models.adapters.vllm.caches import Cache, caches, level
 from unified_models.adapters.vllm.config import NUMERICS
 from unified_models.adapters.vllm.memory import VllmMemory
 from unified_models.adapters.vllm.weights import load
@@ -40,6 +40,7 @@ class UnifiedForCausalLM(nn.Module):
                 slot.plain()
         page_tokens = vllm_config.cache_config.block_size
         made = list(caches(self.zoo.slots().values(), page_tokens, f"{prefix}." if prefix else ""))
+        level(made)
         known = vllm_config.compilation_config.static_forward_context
         for cache in made:
             if cache.layer_name in known:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,6 +56,10 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
         if update_info.digests:
             require_same(digests(self.model.zoo), update_info.digests)
 
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Asked for by vLLM 0.26; sending is this module's `update_weights`."""
+
     def finish_weight_update(self) -> None:
         """Packed bytes were derived as the masters came."""
 
@@ -83,7 +88,7 @@ def update_weights(
     RuntimeError names those that differ.
 
     The prefix cache is dropped and running requests are preempted, so each is recomputed under the new weights before
-    it samples again. vLLM's outputs then say which version sampled each token (`weight_versions`).
+    it samples again. vLLM's outputs then say which version sampled each token (`weight_versions`; 0.26 does not).
     Raises ValueError, as `checkpoint.update` does, before anything has changed.
     """
     with TemporaryDirectory() as folder:
@@ -95,4 +100,5 @@ def update_weights(
         llm.update_weights({"update_info": {"path": path, "digests": expected}})
         if not llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop its prefix cache; its rows are of other weights")
-        llm.finish_weight_update(weight_version=str(version))
+        tells = "weight_version" in signature(llm.finish_weight_update).parameters
+        llm.finish_weight_update(**({"weight_version": str(version)} if tells else {}))

@@ -51,6 +51,31 @@ class Load:
         return self.requests * self.tokens
 
 
+@dataclass(frozen=True)
+class Out:
+    """What vLLM made of one request. ends: how many tokens it had when the weights of each version were replaced."""
+
+    told: Any
+    ends: Sequence[int]
+    cached: int
+
+    def span(self, version: int) -> range:
+        """The tokens that were sampled under one version."""
+        return range(self.ends[version - 1] if version else 0, self.ends[version])
+
+    def versions_agree(self) -> bool:
+        """Whether vLLM counts them so, too; 0.26 does not tell. It calls the weights that it loaded "default"."""
+        told = getattr(self.told, "weight_versions", None)
+        spans = {str(v) if v else "default": self.span(v) for v in range(len(self.ends))}
+        wanted = {name: (span.start, span.stop) for name, span in spans.items() if span}
+        return told is None or {s.version: (s.start, s.end) for s in told} == wanted
+
+    def logprobs(self, span: range) -> Tensor:
+        """Those that vLLM gave to these tokens, float32."""
+        values = [self.told.logprobs[i][self.told.token_ids[i]].logprob for i in span]
+        return torch.tensor(values, dtype=torch.float32)
+
+
 @dataclass
 class Report:
     """trained, served: of the tokens of each version, against the training forward and the embedded engine.
@@ -66,6 +91,7 @@ class Report:
     preemptions: int = 0
     cached: int = 0
     least: int = 0
+    mistold: int = 0
 
     def problems(self) -> list[str]:
         """Everything that fails, and everything that did not happen though it must."""
@@ -78,6 +104,8 @@ class Report:
         ]
         if compared < self.least:
             wrong.append(f"{compared} tokens compared, {self.least} wanted")
+        if self.mistold:
+            wrong.append(f"{self.mistold} requests whose weight versions vLLM counts otherwise")
         for name in ("preemptions", "cached"):
             if not getattr(self, name):
                 wrong.append(f"no {name}")
@@ -172,7 +200,7 @@ def rollout(
     load: Load,
     numerics: str,
     report: Report,
-) -> list[Any]:
+) -> list[Out]:
     """The outputs, in the order of the prompts; the weights are replaced after a third and two thirds of the tokens."""
     from vllm import SamplingParams
 
@@ -189,12 +217,15 @@ def rollout(
     )
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
-    outs: dict[int, Any] = {}
+    outs: dict[int, Out] = {}
+    ends = [[0] * VERSIONS for _ in prompts]
     version, given_way = 0, 0
     while engine.has_unfinished_requests():
         for out in engine.step():
+            i = int(out.request_id)
+            ends[i][version:] = [len(out.outputs[0].token_ids)] * (VERSIONS - version)
             if out.finished:
-                outs[int(out.request_id)] = out
+                outs[i] = Out(out.outputs[0], ends[i], out.num_cached_tokens or 0)
         report.steps += 1
         if version + 1 < VERSIONS and len(outs) * VERSIONS >= (version + 1) * len(prompts):
             version += 1
@@ -202,7 +233,7 @@ def rollout(
             update_weights(llm, um.named_tensors(models[version]), version, models[version])
     counts = {m.name: m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"}
     report.preemptions = int(sum(counts.values())) - given_way
-    report.cached = sum(out.num_cached_tokens or 0 for out in outs.values())
+    report.cached = sum(out.cached for out in outs.values())
     return [outs[i] for i in range(len(prompts))]
 
 
@@ -210,14 +241,15 @@ def rollout(
 def compare(
     models: Sequence[LanguageModel],
     prompts: Sequence[Sequence[int]],
-    outs: Sequence[Any],
+    outs: Sequence[Out],
     load: Load,
     report: Report,
 ) -> None:
     """Each token under its own version: whole sequences are computed again, its stretch is looked at."""
-    whole = [[*p, *out.outputs[0].token_ids] for p, out in zip(prompts, outs, strict=True)]
+    whole = [[*p, *out.told.token_ids] for p, out in zip(prompts, outs, strict=True)]
+    report.mistold = sum(not out.versions_agree() for out in outs)
     for version, model in enumerate(models):
-        spans = [stretch(out, version) for out in outs]
+        spans = [out.span(version) for out in outs]
         kept = [i for i, span in enumerate(spans) if len(span)]
         sequences = [whole[i] for i in kept]
         engine = um.Engine(model, cache_tokens=16 * 512, step_tokens=256)
@@ -225,27 +257,11 @@ def compare(
             um.logprobs(model, sequences, load.temperature),
             engine.score(sequences, load.temperature),
         )
-        told = [reported(outs[i], spans[i]) for i in kept]
+        told = [outs[i].logprobs(spans[i]) for i in kept]
         for side, rows in zip(sides, (report.trained, report.served), strict=True):
             first = [len(prompts[i]) - 1 + spans[i].start for i in kept]
             parts = [lp[f : f + len(t)] for lp, f, t in zip(side, first, told, strict=True)]
             rows.append(bits(told, parts))
-
-
-def stretch(out: Any, version: int) -> range:
-    """The sampled tokens of one version; vLLM calls the weights that it loaded "default"."""
-    wanted = str(version) if version else "default"
-    for span in out.outputs[0].weight_versions or ():
-        if span.version == wanted:
-            return range(span.start, span.end)
-    return range(0)
-
-
-def reported(out: Any, span: range) -> Tensor:
-    """The logprobs that vLLM gave to these tokens, float32."""
-    completion = out.outputs[0]
-    values = [completion.logprobs[i][completion.token_ids[i]].logprob for i in span]
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def main(arguments: Sequence[str]) -> int:

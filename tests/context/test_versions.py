@@ -145,9 +145,9 @@ def test_operand_is_made_once_for_each_commit() -> None:
     first = linear(x, w())[0]
     w().operand(lambda reading: made.append(reading))
     w().operand(lambda reading: made.append(reading))
-    kept = w._operands["unified_models.ops.linear.cpu.operand"]
+    kept = w._operands["unified_models.ops.linear.arithmetic.operand"]
     assert torch.equal(linear(x, w())[0], first)
-    assert w._operands["unified_models.ops.linear.cpu.operand"] is kept
+    assert w._operands["unified_models.ops.linear.arithmetic.operand"] is kept
     w.assign(torch.zeros(8, 16))
     assert torch.equal(linear(x, w())[0], torch.zeros(2, 8, dtype=torch.bfloat16))
     assert len(made) == 1

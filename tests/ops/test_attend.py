@@ -9,7 +9,7 @@ from torch import Tensor
 from unified_models.context import Rows
 from unified_models.context.lists import window_lists
 from unified_models.context.step import Step
-from unified_models.ops.attend import attend, cpu
+from unified_models.ops.attend import arithmetic, attend
 from unified_models.ops.attend.reference import attend as reference
 
 SCALE = 0.2
@@ -164,7 +164,7 @@ def test_chunks_of_tokens_change_no_bit(same_bits, monkeypatch: pytest.MonkeyPat
     want = attend(q, k, v, index_TN, scale=SCALE)
     for size in (1, 4, 12):
         chunks = [slice(t, t + size) for t in range(0, 13, size)]
-        monkeypatch.setattr(cpu, "token_chunks", lambda *sizes, chunks=chunks: chunks)
+        monkeypatch.setattr(arithmetic, "token_chunks", lambda *sizes, chunks=chunks: chunks)
         assert same_bits(attend(q, k, v, index_TN, scale=SCALE), want, f"chunks of {size}") > 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unified_models.ops.attend_latent import attend_latent, cpu
+from unified_models.ops.attend_latent import arithmetic, attend_latent
 from unified_models.ops.attend_latent.reference import attend_latent as reference
 
 SCALE = 0.2
@@ -114,19 +114,22 @@ def test_chunks_of_tokens_change_no_bit(same_bits, monkeypatch: pytest.MonkeyPat
     q, rows = torch.randn(13, 3, 24), torch.randn(100, 24)
     index_TN, sinks, dout = lists(13, 128, 100), torch.randn(3), torch.randn(13, 3, 24)
     want = attend_latent(q, rows, index_TN, scale=SCALE, sinks_H=sinks)
-    dq = cpu.backward(dout, q, rows, rows, index_TN, sinks, SCALE)[0]
+    dq = arithmetic.backward(dout, q, rows, rows, index_TN, sinks, SCALE)[0]
     for size in (1, 4, 12):
         chunks = [slice(t, t + size) for t in range(0, 13, size)]
-        monkeypatch.setattr(cpu, "token_chunks", lambda *sizes, chunks=chunks: chunks)
+        monkeypatch.setattr(arithmetic, "token_chunks", lambda *sizes, chunks=chunks: chunks)
         got = attend_latent(q, rows, index_TN, scale=SCALE, sinks_H=sinks)
         assert same_bits(got, want, f"chunks of {size}") > 0
-        assert same_bits(cpu.backward(dout, q, rows, rows, index_TN, sinks, SCALE)[0], dq, "dq") > 0
+        assert (
+            same_bits(arithmetic.backward(dout, q, rows, rows, index_TN, sinks, SCALE)[0], dq, "dq")
+            > 0
+        )
 
 
 def test_token_chunks_bound_the_gathered_bytes() -> None:
-    chunks = cpu.token_chunks(torch.empty(1000, 64, 512), torch.empty(1000, 640))
+    chunks = arithmetic.token_chunks(torch.empty(1000, 64, 512), torch.empty(1000, 640))
     size = chunks[0].stop
-    assert 4 * size * (640 * 512 + 64 * (640 + 512)) <= cpu.CHUNK_BYTES
+    assert 4 * size * (640 * 512 + 64 * (640 + 512)) <= arithmetic.CHUNK_BYTES
     assert [c.start for c in chunks] == list(range(0, 1000, size))
     assert chunks[-1].stop == 1000
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unified_models.formats.activations import dequantized_rows
 from unified_models.ops import products
-from unified_models.ops.linear import cpu, linear
+from unified_models.ops.linear import arithmetic, linear
 from unified_models.ops.linear import probe as start_up
 from unified_models.ops.linear.reference import linear as reference
 from unified_models.ops.linear.reference import straight_through
@@ -147,9 +147,9 @@ def test_a_scale_of_a_matrix_multiplies_its_sum(make_weight, same_bits) -> None:
             rows, outer = x, reading.packed["global"]
             codes = (held_by(reading) / outer.double()).float()
         got = linear(x, reading, dtype=torch.float32)[0]
-        count += same_bits(got, cpu.tiled_mm(rows, codes) * outer, name)
+        count += same_bits(got, arithmetic.tiled_mm(rows, codes) * outer, name)
         with pytest.raises(AssertionError, match="differ"):
-            same_bits(got, cpu.tiled_mm(rows, codes * outer), "control")
+            same_bits(got, arithmetic.tiled_mm(rows, codes * outer), "control")
     assert count == 3 * 7 * 32
 
 
@@ -207,10 +207,10 @@ def test_products_of_fp8_blocks_are_added_in_order(make_weight, same_bits) -> No
     """The written order: per 128-block, the product of codes times (x scale * w scale), blocks from the first on."""
     reading = make_weight(values(384, 32), "fp8_float32")()
     x = torch.randn(4, 384)
-    rows, w = cpu.prepare(x, reading), reading.operand(cpu.operand)
+    rows, w = arithmetic.prepare(x, reading), reading.operand(arithmetic.operand)
     total = torch.zeros(4, 32)
     for b in range(3):
-        dots = cpu.tiled_mm(rows.x[:, 128 * b : 128 * (b + 1)], w.w[0, b])
+        dots = arithmetic.tiled_mm(rows.x[:, 128 * b : 128 * (b + 1)], w.w[0, b])
         total = total + dots * (rows.scales[:, b, None] * w.scales[0, b])
     assert same_bits(linear(x, reading, dtype=torch.float32)[0], total, "blocks in order") == 128
 
@@ -222,10 +222,10 @@ def test_threads_do_not_share_a_sum(same_bits, k: int, threads: int) -> None:
     (on AVX-512, at K 1024 and 2 threads, nine values in ten of a single tile)."""
     x, w = torch.randn(400, k), torch.randn(64, k)
     tiles, count = x.view(25, 16, k), 0
-    whole, stack = cpu.tiled_mm(x, w), products.bmm(tiles, w.T.expand(25, -1, -1))
+    whole, stack = arithmetic.tiled_mm(x, w), products.bmm(tiles, w.T.expand(25, -1, -1))
     torch.set_num_threads(threads)
     for rows in (1, 16, 17, 48, 112):
-        count += same_bits(cpu.tiled_mm(x[:rows], w), whole[:rows], f"{rows} rows")
+        count += same_bits(arithmetic.tiled_mm(x[:rows], w), whole[:rows], f"{rows} rows")
     for n in (1, 2, 7):
         got = products.bmm(tiles[:n], w.T.expand(n, -1, -1))
         count += same_bits(got, stack[:n], f"{n} products")
@@ -305,12 +305,12 @@ def test_a_stack_of_matrices_is_refused(make_weight) -> None:
 
 def test_probe_passes_here_and_names_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     start_up.probe.cache_clear()
-    start_up.probe()
+    start_up.probe("cpu")
     start_up.probe.cache_clear()
     monkeypatch.setattr(start_up, "tiled_mm", lambda x, w: x @ w.T)
     with pytest.raises(RuntimeError, match=r"not row-invariant .* rows \(K 128, N 128\)"):
-        start_up.probe()
+        start_up.probe("cpu")
     assert torch.get_num_threads() == 1
     monkeypatch.undo()
     start_up.probe.cache_clear()
-    start_up.probe()
+    start_up.probe("cpu")

@@ -78,7 +78,7 @@ def test_every_folder_is_in_the_table() -> None:
     folders = {p.name for p in root.iterdir() if (p / "__init__.py").is_file()}
     assert folders == set(backend.OPERATORS)
     assert all(set(table) == folders for table in backend.BACKENDS.values())
-    assert {name.split("/")[1] for name in backend.sources() if "/cpu.py" in name} <= folders
+    assert {name.split("/")[1] for name in backend.sources() if "/arithmetic.py" in name} <= folders
 
 
 def test_what_changes_bits_is_refused() -> None:

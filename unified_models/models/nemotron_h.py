@@ -257,7 +257,7 @@ class MoE(nn.Module):
             scores_TE + self.bias().value, self.K, self
         )  # the bias chooses, and weighs nothing
         gates_TK = scores_TE.gather(-1, ids_TK)
-        gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20) * self.scaling
+        gates_TK = gates_TK / (ops.row_sum(gates_TK) + 1e-20) * self.scaling
         routed_TL = ctx.linear(x_TM, self.fc1_latent_proj) if self.fc1_latent_proj else x_TM
         routed_TL = ctx.moe(routed_TL, ids_TK, gates_TK, self.experts)
         routed_TM = (

@@ -11,6 +11,7 @@ from unified_models.ops.hyper_connect import (
 from unified_models.ops.rms_norm import rms_norm
 from unified_models.ops.rope import Rope, rope
 from unified_models.ops.router_scores import sqrt_softplus
+from unified_models.ops.sums import row_sum
 
 __all__ = [
     "Rope",
@@ -22,6 +23,7 @@ __all__ = [
     "relu2",
     "rms_norm",
     "rope",
+    "row_sum",
     "sigmoid",
     "silu",
     "softplus",

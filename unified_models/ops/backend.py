@@ -2,6 +2,9 @@
 
 import functools
 import hashlib
+import importlib.util
+import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -28,7 +31,10 @@ OPERATORS = (
     "scan",
     "select",
 )
-BACKENDS = {"cpu": dict.fromkeys(OPERATORS, "cpu")}
+BACKENDS = {
+    "cpu": dict.fromkeys(OPERATORS, "torch"),
+    "cuda": dict.fromkeys(OPERATORS, "torch, products and sums by Triton"),
+}
 """Device type -> operator -> implementation."""
 
 
@@ -50,13 +56,31 @@ def require(device: torch.device) -> None:
         raise NotExactError(
             "torch.compile keeps float32 between fused bf16 operators, and changes bits; run eagerly"
         )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise NotExactError("the cuda backend needs Triton: pip install triton")
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise NotExactError(
             f"torch.set_float32_matmul_precision is {precision!r}, which lets float32 products run in bf16; "
             "set it to 'highest'"
         )
-    probe()
+    probe(device.type)
+
+
+def chip(device: torch.device) -> str:
+    """What torch and its libraries choose kernels by: of a CPU its capability, of a GPU its name and generation."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} sm{major}{minor}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def libraries(device: torch.device) -> dict[str, str]:
+    """Package -> version, of those whose kernels run."""
+    found = {"torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found |= {"triton": version("triton"), "cuda": str(torch.version.cuda)}
+    return found
 
 
 @functools.lru_cache(maxsize=1)

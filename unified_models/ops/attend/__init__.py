@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.attend import cpu
+from unified_models.ops.attend import arithmetic
 from unified_models.ops.blocks import BLOCK
 from unified_models.ops.operator import operator
 
@@ -20,12 +20,12 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_THD, k_RD, v_RD, index_TN)
         ctx.scale = scale
-        return cpu.forward(q_THD, k_RD, v_RD, index_TN, None, scale).to(q_THD.dtype)
+        return arithmetic.forward(q_THD, k_RD, v_RD, index_TN, None, scale).to(q_THD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, index = ctx.saved_tensors
-        dq, dk, dv, _ = cpu.backward(grads[0].float(), q, k, v, index, None, ctx.scale)
+        dq, dk, dv, _ = arithmetic.backward(grads[0].float(), q, k, v, index, None, ctx.scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.attend import cpu
+from unified_models.ops.attend import arithmetic
 from unified_models.ops.blocks import BLOCK
 from unified_models.ops.operator import operator
 
@@ -23,12 +23,12 @@ class _AttendLatent(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_THD, rows_RD, sinks_H, index_TN)
         ctx.scale = scale
-        return cpu.forward(q_THD, rows_RD, rows_RD, index_TN, sinks_H, scale).to(q_THD.dtype)
+        return arithmetic.forward(q_THD, rows_RD, rows_RD, index_TN, sinks_H, scale).to(q_THD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, rows, sinks, index = ctx.saved_tensors
-        dq, dkeys, dvalues, dsinks = cpu.backward(
+        dq, dkeys, dvalues, dsinks = arithmetic.backward(
             grads[0].float(), q, rows, rows, index, sinks, ctx.scale
         )
         return dq.to(q.dtype), (dkeys + dvalues).to(rows.dtype), dsinks, None, None

@@ -6,6 +6,7 @@ from torch import Tensor
 from unified_models.ops.operator import operator
 from unified_models.ops.rms_norm import rms_norm
 from unified_models.ops.rope import Rope, rope
+from unified_models.ops.sums import row_sum
 
 
 @operator
@@ -39,5 +40,5 @@ def compress(
     # The window is laid out last and contiguous: sums over it have one order, for any number of windows.
     v_UDP, g_UDP = v_UPD.transpose(1, 2).contiguous(), g_UPD.transpose(1, 2).contiguous()
     e_UDP = torch.exp(g_UDP - g_UDP.amax(-1, keepdim=True).detach())
-    entries_UD = (e_UDP / e_UDP.sum(-1, keepdim=True) * v_UDP).sum(-1)
+    entries_UD = row_sum(e_UDP / row_sum(e_UDP) * v_UDP)[..., 0]
     return rope(rms_norm(entries_UD, norm, eps), positions_U, rope_)

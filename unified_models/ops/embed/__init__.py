@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unified_models.autograd import apply
 from unified_models.ops.operator import operator
+from unified_models.ops.sums import add_rows_
 from unified_models.weight import Reading
 
 
@@ -22,7 +23,7 @@ class _Embed(torch.autograd.Function):
         ctx.reading.check()
         (ids_T,) = ctx.saved_tensors
         dw = torch.zeros(ctx.reading.shape, dtype=torch.float32, device=grads[0].device)
-        dw.index_add_(0, ids_T, grads[0].float())
+        add_rows_(dw, ids_T, grads[0].float())
         return None, dw.to(ctx.reading.weight.master.dtype), None
 
 

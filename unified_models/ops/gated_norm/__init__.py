@@ -6,6 +6,7 @@ from torch import Tensor
 from unified_models.ops.activation import silu
 from unified_models.ops.operator import operator
 from unified_models.ops.rounded import rounded
+from unified_models.ops.sums import row_mean
 
 
 @operator
@@ -18,5 +19,5 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, groups: i
     if x.shape[-1] % groups:
         raise ValueError(f"{x.shape[-1]} channels do not divide into {groups} groups")
     v = (x.float() * silu(gate.float())).contiguous().unflatten(-1, (groups, -1))
-    y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    y = v * torch.rsqrt(row_mean(v.square()) + eps)
     return (weight * rounded(y.flatten(-2), x.dtype)).to(x.dtype)

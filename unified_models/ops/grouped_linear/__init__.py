@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.linear import cpu
+from unified_models.ops.linear import arithmetic
 from unified_models.ops.operator import operator
 from unified_models.weight import Reading
 
@@ -29,15 +29,15 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         master: Tensor | None,
         reading: Reading,
-        rows: cpu.Input,
+        rows: arithmetic.Input,
         counts_E: Sequence[int],
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.reading, ctx.counts = reading, counts_E
-        w = reading.operand(cpu.operand)
-        y = torch.empty(len(x), w.N, dtype=reading.format.activation)
+        w = reading.operand(arithmetic.operand)
+        y = torch.empty(len(x), w.N, dtype=reading.format.activation, device=x.device)
         for e, span in _spans(counts_E):
-            y[span] = cpu.product(rows.rows(span), w, e).to(y.dtype)
+            y[span] = arithmetic.product(rows.rows(span), w, e).to(y.dtype)
         return y
 
     @staticmethod
@@ -53,7 +53,8 @@ class _GroupedLinear(torch.autograd.Function):
             for e, span in _spans(ctx.counts):
                 dx[span] = (dy[span] @ w[e]).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = torch.zeros(reading.shape, dtype=reading.weight.master.dtype)  # type: ignore[union-attr]
+            dtype = reading.weight.master.dtype  # type: ignore[union-attr]
+            dw = torch.zeros(reading.shape, dtype=dtype, device=x.device)
             for e, span in _spans(ctx.counts):
                 dw[e] = dy[span].T @ reading.seen(x[span], e)
         return dx, dw, None, None, None
@@ -71,7 +72,7 @@ def grouped_linear(x_PK: Tensor, counts_E: Sequence[int], *readings: Reading) ->
         check(x_PK, counts_E, reading)
     return tuple(
         apply(_GroupedLinear, x_PK, reading.master, reading, rows, counts_E)
-        for reading, rows in zip(readings, cpu.inputs(x_PK, readings, counts_E), strict=True)
+        for reading, rows in zip(readings, arithmetic.inputs(x_PK, readings, counts_E), strict=True)
     )
 
 

@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 from unified_models.ops.activation import sigmoid
-from unified_models.ops.hyper_connect.sinkhorn import ordered_sum, sinkhorn
+from unified_models.ops.hyper_connect.sinkhorn import sinkhorn
 from unified_models.ops.operator import operator
+from unified_models.ops.sums import ordered_sum, row_mean
 
 
 @operator
 def hyper_normalize(projected_TC: Tensor, streams_TXM: Tensor, eps: float) -> Tensor:
     """The projection of the flattened streams, divided by their root mean square; float32."""
-    # A mean over strided memory would sum in another order.
     flat = streams_TXM.flatten(1).float().contiguous()
-    return projected_TC * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    return projected_TC * torch.rsqrt(row_mean(flat.square()) + eps)
 
 
 @operator

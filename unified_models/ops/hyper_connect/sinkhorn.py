@@ -1,18 +1,12 @@
 """Sinkhorn-Knopp: a small positive matrix of each token, normalised by rows and columns in turn."""
 
-import functools
-import operator as plain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-
-
-def ordered_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension as written adds, first to last."""
-    return functools.reduce(plain.add, x.unbind(dim))
+from unified_models.ops.sums import ordered_sum
 
 
 def softmax_rows(logits_TXX: Tensor) -> Tensor:

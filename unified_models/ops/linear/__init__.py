@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.linear import cpu
+from unified_models.ops.linear import arithmetic
 from unified_models.ops.operator import operator
 from unified_models.weight import Reading
 
@@ -14,15 +14,20 @@ from unified_models.weight import Reading
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, master: Tensor | None, reading: Reading, rows: cpu.Input, dtype: Any
+        ctx: Any,
+        x: Tensor,
+        master: Tensor | None,
+        reading: Reading,
+        rows: arithmetic.Input,
+        dtype: Any,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.reading = reading
-        w = reading.operand(cpu.operand)
+        w = reading.operand(arithmetic.operand)
         groups = reading.weight.groups
         if groups == 1:
-            return cpu.product(rows, w, 0).to(dtype)
-        parts = [cpu.product(rows.rows((slice(None), g)), w, g) for g in range(groups)]
+            return arithmetic.product(rows, w, 0).to(dtype)
+        parts = [arithmetic.product(rows.rows((slice(None), g)), w, g) for g in range(groups)]
         return torch.stack(parts, 1).to(dtype)
 
     @staticmethod
@@ -62,7 +67,7 @@ def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> t
     for reading in readings:
         check(x, reading)
     outs = []
-    for reading, rows in zip(readings, cpu.inputs(x, readings), strict=True):
+    for reading, rows in zip(readings, arithmetic.inputs(x, readings), strict=True):
         out_dtype = dtype or reading.format.activation
         outs.append(apply(_Linear, x, reading.master, reading, rows, out_dtype))
     return tuple(outs)

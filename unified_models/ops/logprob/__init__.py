@@ -20,6 +20,10 @@ def log_softmax(logits_TV: Tensor, temperature_T: Tensor, *, provider: str = "to
     check_provider(provider)
     scaled_TV = logits_TV / temperature_T[:, None]
     if provider == "vllm_v2":
+        if scaled_TV.device.type != "cpu":
+            raise ValueError(
+                f"logprob provider 'vllm_v2' is there for CPU alone, the logits are on {scaled_TV.device}"
+            )
         return vllm_v2.log_softmax(scaled_TV)
     return torch.log_softmax(scaled_TV, -1)
 

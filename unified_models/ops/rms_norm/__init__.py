@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from unified_models.ops.operator import operator
+from unified_models.ops.sums import row_mean
 
 
 @operator
@@ -14,8 +15,8 @@ def rms_norm(
 
     x: [..., N]; weight: float32 [N], or None for the weightless form. Returns x's dtype, or `dtype`.
     """
-    wide = x.float().contiguous()  # a mean over strided memory sums in another order
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = x.float().contiguous()
+    y = wide * torch.rsqrt(row_mean(wide.square()) + eps)
     if weight is not None:
         y = y * weight
     return y.to(dtype or x.dtype)

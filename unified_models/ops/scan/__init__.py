@@ -10,6 +10,7 @@ from unified_models.ops.operator import operator
 from unified_models.ops.products import bmm
 from unified_models.ops.rounded import rounded
 from unified_models.ops.scan.grid import TILE, Grid
+from unified_models.ops.sums import running_sum
 
 __all__ = ["TILE", "Grid", "scan"]
 
@@ -58,7 +59,7 @@ class Chunks:
     def of(cls, x_RHP: Tensor, dt_RH: Tensor, b_RGN: Tensor, a_H: Tensor, grid: Grid) -> "Chunks":
         x, b = (gathered(_lanes(rows), grid.rows_UQ).transpose(1, 2) for rows in (x_RHP, b_RGN))
         dt = gathered(dt_RH.float(), grid.rows_UQ).transpose(1, 2).contiguous()
-        decay = (dt * a_H[:, None]).cumsum(-1)
+        decay = running_sum(dt * a_H[:, None])
         return cls(x.contiguous(), dt, decay, b.contiguous())
 
     def heads(self, of_groups: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def _tiles(
     c_VGLN = gathered(_lanes(c_TGN), grid.tokens_VL).transpose(1, 2).contiguous()
     x_VHQP, decay_VHQ = chunks.x_UHQP[u], chunks.decay_UHQ[u]
     Q = x_VHQP.shape[2]
-    own_VHL = decay_VHQ.unflatten(-1, (-1, TILE))[torch.arange(len(u)), :, t]
+    own_VHL = decay_VHQ.unflatten(-1, (-1, TILE))[torch.arange(len(u), device=u.device), :, t]
 
     apart_VHLQ = (own_VHL[..., None] - decay_VHQ[:, :, None]).clamp(max=0)
     places = torch.arange(Q, device=u.device)
@@ -139,7 +140,7 @@ def _tiles(
 
     from_state = products(chunks.heads(c_VGLN), rounded(starts_UHPN, dtype)[u].transpose(2, 3))
     y_VHLP = torch.exp(own_VHL)[..., None] * from_state + (products(w_VHLQ, x_VHQP) + 0.0)
-    x_VHLP = x_VHQP.unflatten(2, (-1, TILE))[torch.arange(len(u)), :, t]
+    x_VHLP = x_VHQP.unflatten(2, (-1, TILE))[torch.arange(len(u), device=u.device), :, t]
     out: Tensor = y_VHLP + skip_H[:, None, None] * x_VHLP
     return out
 

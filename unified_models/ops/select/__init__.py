@@ -8,6 +8,7 @@ from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled, who
 from unified_models.ops.choose import NEVER, ordered_bits
 from unified_models.ops.operator import operator
 from unified_models.ops.products import bmm
+from unified_models.ops.sums import row_sum
 
 CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
@@ -26,7 +27,7 @@ def _scores(q_TJI: Tensor, weights_TJ: Tensor, rows_RI: Tensor, index_TN: Tensor
     for part in blocks(index_TN):
         keys = rows_RI[index_TN[:, part]]
         dots = bmm(q_TJI, keys.transpose(1, 2)).relu_() * weights_TJ[..., None]
-        out[:, part] = dots.transpose(1, 2).contiguous().sum(-1)
+        out[:, part] = row_sum(dots.transpose(1, 2).contiguous())[..., 0]
     return out
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from unified_models.formats.activations import GROUP, quantize_rows, static_codes
 from unified_models.formats.fp4 import NVFP4
 from unified_models.formats.weights import BlockFP8, TensorFP8, spread
+from unified_models.ops.products import bmm
 from unified_models.weight import Reading
 
 TILE = 16
@@ -26,6 +27,8 @@ def tiled_mm(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     N = len(w_NK)
     if T == 0:
         return x_TK.new_empty(0, N)
+    if x_TK.is_cuda:
+        return bmm(x_TK[None], w_NK.t()[None])[0]
     # Fewer tiles than threads, and MKL would let threads share a tile's sum (ops/products.py).
     tiles = max(-(-T // TILE), torch.get_num_threads())
     missing = tiles * TILE - T

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled
 from unified_models.ops.products import bmm
+from unified_models.ops.sums import add_rows_, row_sum
 
 CHUNK_BYTES = 1 << 21  # of gathered rows at once: small enough to stay in cache
 
@@ -33,7 +34,7 @@ def weights(scores_THN: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor,
     e_THN = torch.exp(scores_THN - top)
     total = torch.zeros_like(top[..., 0])
     for b in range(0, e_THN.shape[-1], BLOCK):
-        total = total + e_THN[..., b : b + BLOCK].contiguous().sum(-1)
+        total = total + row_sum(e_THN[..., b : b + BLOCK].contiguous())[..., 0]
     sink = torch.zeros_like(total) if sinks_H is None else torch.exp(sinks_H - top[..., 0])
     return e_THN, total + sink, sink
 
@@ -98,7 +99,7 @@ def backward(
     """
     q_THD, dout_THD = filled(q_THD), filled(dout_THD)
     D, dq, rows = keys_RD.shape[-1], torch.zeros_like(q_THD), prepared(keys_RD, values_RD)
-    dkeys, dvalues = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys_RD, values_RD))
+    dkeys, dvalues = (torch.zeros_like(x, dtype=torch.float32) for x in (keys_RD, values_RD))
     dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)
     for chunk in token_chunks(q_THD, index_TN):
         index, q, dout = index_TN[chunk], q_THD[chunk], dout_THD[chunk]
@@ -112,9 +113,9 @@ def backward(
             dq[chunk] += bmm(ds_THN[..., n], keys)
             kept = index[:, n] >= 0
             dk = bmm(ds_THN[..., n].transpose(1, 2), q)
-            dkeys.index_add_(0, index[:, n][kept], dk[kept][:, :D])
+            add_rows_(dkeys, index[:, n][kept], dk[kept][:, :D])
             dv = bmm(p_THN[..., n].transpose(1, 2), dout)
-            dvalues.index_add_(0, index[:, n][kept], dv[kept][:, : values_RD.shape[-1]])
+            add_rows_(dvalues, index[:, n][kept], dv[kept][:, : values_RD.shape[-1]])
         if dsinks is not None:
             share_TH = torch.where(sink_TH.isinf(), 1.0, sink_TH / total_TH)
             dsinks -= (share_TH * delta_TH).sum(0)
