@@ -7,10 +7,10 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-gpu lint bench clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 $(VENV)/.ready: pyproject.toml .ci/setup
 	@bash .ci/setup $(VENV)
@@ -22,6 +22,9 @@ demo: $(VENV)/.ready ## generate with tiny models, and compare every logprob wit
 
 test: lint ## lint, types and all tests (JOBS=2, PYTEST_ARGS="-k rope")
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
+
+test-gpu: ## what needs a GPU, in the environment at hand (GPU_PYTHON=python3)
+	$(or $(GPU_PYTHON),python3) -m pytest -p no:cacheprovider -rA tests/gpu
 
 lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

@@ -291,6 +291,7 @@ def verify(
     tokens: Annotated[int, typer.Option(min=1, help="The least to compare.")] = 20000,
     quick: Annotated[bool, typer.Option("--quick", help="Short sequences, one thread.")] = False,
     seed: Seed = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Every way to compute a logprob against every other, bit for bit.
 
@@ -312,6 +313,7 @@ def verify(
             tokens=tokens,
             seed=seed,
             quick=quick,
+            device=device,
         )
     elif against == "transformers":
         report = checks.against_transformers(folder, seed=seed)

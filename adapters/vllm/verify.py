@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sums of log_softmax are not torch's
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles at first use, and is for top-p and top-k, which are refused
 }
 VERSIONS = 3
 
@@ -143,14 +145,19 @@ def run(folder: Path, load: Load, numerics: str = "deployed") -> Report:
 
 def versions(folder: Path, load: Load, numerics: str) -> list[LanguageModel]:
     """The checkpoint, and what a trainer might make of it."""
-    models = [um.load(folder, numerics=numerics, progress=False) for _ in range(VERSIONS)]
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    models = [
+        um.load(folder, device=device, numerics=numerics, progress=False) for _ in range(VERSIONS)
+    ]
     with torch.no_grad():
         for v, model in enumerate(models):
             generator = torch.Generator().manual_seed(load.seed + v)
             for _, weight in model.weights():
                 if v and weight.master is not None and not weight.frozen:
                     noise = torch.randn(weight.master.shape, generator=generator)
-                    weight.master.mul_(1 + 0.02 * noise)
+                    weight.master.mul_(1 + 0.02 * noise.to(device))
             model.commit()
     return models
 
@@ -261,7 +268,7 @@ def compare(
         for side, rows in zip(sides, (report.trained, report.served), strict=True):
             first = [len(prompts[i]) - 1 + spans[i].start for i in kept]
             parts = [lp[f : f + len(t)] for lp, f, t in zip(side, first, told, strict=True)]
-            rows.append(bits(told, parts))
+            rows.append(bits(told, [part.cpu() for part in parts]))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ def verify_folder(
     kinds: Sequence[Kind] | None = None,
     quick: bool = False,
     progress: bool = True,
+    device: str = "cpu",
 ) -> Report:
     """Run every kind of schedule at every length, and compare each token's logprob with the training forward of its
     sequence alone, on one thread.
@@ -49,6 +50,7 @@ def verify_folder(
         kinds: of schedules; None: all that are for the model.
         quick: lengths up to 65, one thread, any number of tokens; nothing is demanded of the counters.
         progress: show a bar, on a terminal.
+        device: of the model; on a GPU the number of threads changes nothing.
 
     On a busy machine two OpenMP threads that spin make this several times slower: set OMP_WAIT_POLICY=PASSIVE before
     torch is imported, as the command line does. Raises ValueError where there is nothing to run.
@@ -59,7 +61,9 @@ def verify_folder(
         threads, tokens = threads[:1], 0
     report = Report(str(folder), seed, tokens)
     began, before = time.perf_counter(), torch.get_num_threads()
-    models = {name: load(folder, numerics=name, progress=progress) for name in numerics}
+    models = {
+        name: load(folder, device=device, numerics=name, progress=progress) for name in numerics
+    }
     model = next(iter(models.values()))
     kinds = chosen(model, quick) if kinds is None else kinds
     lengths = sorted(set(default_lengths(model) if lengths is None else lengths))

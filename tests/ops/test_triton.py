@@ -1,0 +1,25 @@
+"""The kernels of the CUDA backend, run on CPU by Triton's interpreter; tests/gpu has their bits."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_kernels_mean_what_the_cpu_computes() -> None:
+    if importlib.util.find_spec("triton") is None:
+        if os.environ.get("REQUIRE_VLLM") == "1":
+            pytest.fail("no Triton, which comes with vLLM")
+        pytest.skip("Triton is not installed")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.ops.triton_child"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "22 calls agree" in run.stdout
