@@ -89,6 +89,7 @@ class Hook:
         model = vllm_config.model_config
         model.logprobs_mode = "processed_logprobs"
         model.logits_processors = [CHECKS]
+        model.enforce_eager = True  # vLLM's default would compile; ours is run as it is written
 
 
 def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
@@ -118,6 +119,13 @@ def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
         wrong.append((f"additional_config: numerics must be one of {NUMERICS}", numerics))
     if model.logits_processors not in (None, [CHECKS]):
         wrong.append(("logits processors change the distribution", model.logits_processors))
+    for name, why in (
+        ("mode", "torch.compile keeps float32 between fused operators, and changes bits"),
+        ("cudagraph_mode", "CUDA graphs are not there yet"),
+    ):
+        value = getattr(vllm_config.compilation_config, name)
+        if value is not None and value.name != "NONE":
+            wrong.append((f"compilation_config: {name} must be left unset: {why}", value.name))
     if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
         wrong.append(("logprobs_mode must be 'processed_logprobs'", model.logprobs_mode))
     return wrong

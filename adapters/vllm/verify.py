@@ -135,19 +135,18 @@ class Report:
 
 def run(folder: Path, load: Load, numerics: str = "deployed") -> Report:
     """Everything, in this process; `ENVIRONMENT` must have been set before vLLM was imported."""
+    from vllm.platforms import current_platform
+
     report = Report(str(folder), found() or "", least=load.least)
-    models = versions(folder, load, numerics)
+    models = versions(folder, load, numerics, current_platform.device_type)
     prompts = make_prompts(models[0].config.vocab_size, load)
     outs = rollout(folder, models, prompts, load, numerics, report)
     compare(models, prompts, outs, load, report)
     return report
 
 
-def versions(folder: Path, load: Load, numerics: str) -> list[LanguageModel]:
+def versions(folder: Path, load: Load, numerics: str, device: str = "cpu") -> list[LanguageModel]:
     """The checkpoint, and what a trainer might make of it."""
-    from vllm.platforms import current_platform
-
-    device = current_platform.device_type
     models = [
         um.load(folder, device=device, numerics=numerics, progress=False) for _ in range(VERSIONS)
     ]
@@ -186,7 +185,6 @@ def make_llm(folder: Path, model: LanguageModel, load: Load, numerics: str) -> A
         config_format=CONFIG_FORMAT,
         additional_config={"numerics": numerics},
         max_model_len=512,
-        enforce_eager=True,
         seed=load.seed,
         skip_tokenizer_init=True,
         block_size=16,

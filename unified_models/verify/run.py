@@ -49,7 +49,6 @@ def verify_folder(
         lengths: of the sequences; None: `default_lengths`.
         kinds: of schedules; None: all that are for the model.
         quick: lengths up to 65, one thread, any number of tokens; nothing is demanded of the counters.
-        progress: show a bar, on a terminal.
         device: of the model; on a GPU the number of threads changes nothing.
 
     On a busy machine two OpenMP threads that spin make this several times slower: set OMP_WAIT_POLICY=PASSIVE before
@@ -57,20 +56,17 @@ def verify_folder(
     """
     if not numerics or not threads or (kinds is not None and not kinds):
         raise ValueError(f"nothing to run: numerics {numerics}, threads {threads}, kinds {kinds}")
-    if quick:
-        threads, tokens = threads[:1], 0
+    threads, tokens = (threads[:1], 0) if quick else (threads, tokens)
     report = Report(str(folder), seed, tokens)
     began, before = time.perf_counter(), torch.get_num_threads()
-    models = {
-        name: load(folder, device=device, numerics=name, progress=progress) for name in numerics
-    }
-    model = next(iter(models.values()))
+    models = {n: load(folder, device=device, numerics=n, progress=progress) for n in numerics}
+    model = models[numerics[0]]
     kinds = chosen(model, quick) if kinds is None else kinds
     lengths = sorted(set(default_lengths(model) if lengths is None else lengths))
     lengths = [length for length in lengths if length <= QUICK] if quick else lengths
     if not lengths or lengths[-1] < 3:
         raise ValueError(f"lengths must reach 3 tokens, got {lengths}")
-    benches = [Bench(model, name, report, lengths, seed) for name, model in models.items()]
+    benches = [Bench(made, name, report, lengths, seed) for name, made in models.items()]
     steps = len(benches) * (len(kinds) * len(threads) + 1)
     try:
         with bar("verifying", steps, wanted=progress) as shown:

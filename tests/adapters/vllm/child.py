@@ -141,6 +141,8 @@ def refused_settings(folder: str) -> Any:
         "logits_processors": {"logits_processors": ["a.b:C"]},
         "numerics": {"additional_config": {"numerics": "float16"}},
         "block_size": {"block_size": 48},
+        "compile": {"compilation_config": {"mode": 3}},
+        "graphs": {"compilation_config": {"cudagraph_mode": "FULL"}},
     }.items():
         try:
             start(folder, **OURS, **options)

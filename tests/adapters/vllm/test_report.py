@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unified_models as um
-from unified_models.adapters.vllm.verify import Load, Report, compare, versions
+from unified_models.adapters.vllm.verify import Load, Out, Report, compare, versions
 
 PROMPTS = [[1, 2, 3], [7] * 20, [5, 6]]
 LOAD = Load(requests=3, tokens=4)
@@ -33,7 +33,8 @@ def outputs(models: list[Any]) -> list[Any]:
         name = str(version) if version else "default"
         span = SimpleNamespace(version=name, start=0, end=len(out.ids))
         done = SimpleNamespace(token_ids=out.ids, logprobs=rows, weight_versions=[span])
-        outs.append(SimpleNamespace(outputs=[done]))
+        ends = [0] * version + [len(out.ids)] * (len(models) - version)
+        outs.append(Out(done, ends, 0))
     return outs
 
 
@@ -51,7 +52,7 @@ def test_equal_bits_pass(models: list[Any]) -> None:
 
 def test_one_ulp_of_one_token_fails_and_is_named(models: list[Any]) -> None:
     outs = outputs(models)
-    entry = next(iter(outs[1].outputs[0].logprobs[2].values()))
+    entry = next(iter(outs[1].told.logprobs[2].values()))
     flipped = torch.tensor([entry.logprob], dtype=torch.float32).view(torch.int32) ^ 1
     entry.logprob = flipped.view(torch.float32).item()
     report = report_of(models, outs)
@@ -64,14 +65,16 @@ def test_one_ulp_of_one_token_fails_and_is_named(models: list[Any]) -> None:
 
 def test_tokens_of_another_version_fail(models: list[Any]) -> None:
     outs = outputs(models)
-    outs[2].outputs[0].weight_versions[0].version = "1"
-    assert any("unequal" in line for line in report_of(models, outs).problems())
+    outs[2].ends[1] = 4
+    told = report_of(models, outs).problems()
+    assert any("version 1 against training: 4 of 8 unequal" in line for line in told), told
+    assert "1 requests whose weight versions vLLM counts otherwise" in told
 
 
 def test_nothing_compared_fails(models: list[Any]) -> None:
     outs = outputs(models)
     for out in outs:
-        out.outputs[0].weight_versions = []
+        out.ends[:], out.told.weight_versions = [0, 0, 0], []
     told = report_of(models, outs).problems()
     assert f"0 tokens compared, {LOAD.least} wanted" in told
 

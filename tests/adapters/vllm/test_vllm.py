@@ -185,6 +185,8 @@ def test_settings_that_are_not_exact_are_refused_A19_A20_B10_B17(
         "logits_processors": "logits processors change the distribution",
         "numerics": "numerics must be one of ('deployed', 'float32'), got 'float16'",
         "block_size": "block_size 48 does not divide the scan's chunk of 16",
+        "compile": "mode must be left unset: torch.compile keeps float32",
+        "graphs": "cudagraph_mode must be left unset: CUDA graphs are not there yet, got 'FULL'",
     }.items():
         assert reason in told[name], (name, told[name])
 
