@@ -132,6 +132,7 @@ def fill(
         raise ValueError(
             f"{shards.folder}: the checkpoint does not fit {name_of(model)}\n  {listed}"
         )
+    check_same(found, shards)
     settle_divisor(found, shards)
     bind_formats(model, found)
     bind_numerics(model, numerics)
@@ -140,6 +141,16 @@ def fill(
     filler.fill(found.sources, progress)
     filler.use_defaults(found.defaulted)
     return filler
+
+
+def check_same(found: Match, shards: Shards) -> None:
+    """ValueError: a tensor that the model takes from another one has other values than that one."""
+    for name, other in found.same.items():
+        a, b = shards.read(name), shards.read(other)
+        if a.shape != b.shape or not torch.equal(a.float(), b.float()):
+            raise ValueError(
+                f"{shards.folder}: {name} and {other} must be one tensor, as config.json says, and differ"
+            )
 
 
 def build(folder: Path) -> LanguageModel:

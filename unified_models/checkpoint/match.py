@@ -52,6 +52,8 @@ class Match:
 
     sources: list[Source] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    """tensor name -> the one that it must equal, since the model has one of them"""
     defaulted: list[Part] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -108,13 +110,23 @@ def match(names: Names, shards: Shards, packed_formats: dict[str, str]) -> Match
                 found.skipped[input_scale.name] = NO_INPUT_SCALE
     for name in shards.tensors:
         if name not in used:
-            reason = names.reason(name)
-            if reason is None:
-                found.unused.append(name)
-            else:
-                found.skipped[name] = reason
+            _settle_unused(name, names, shards, found)
     _settle_formats(found, quantization)
     return found
+
+
+def _settle_unused(name: str, names: Names, shards: Shards, found: Match) -> None:
+    twin = names.twin(name)
+    if twin is not None:
+        others = [other for other in twin.spellings() if other in shards.tensors]
+        found.same.update(dict.fromkeys([name], others[0]) if others else {})
+        found.skipped[name] = f"the same tensor as {twin.name}"
+        return
+    reason = names.reason(name)
+    if reason is None:
+        found.unused.append(name)
+    else:
+        found.skipped[name] = reason
 
 
 def quantization_of(names: Names) -> Quantization | None:

@@ -8,8 +8,9 @@ others are read too). In a pattern:
     {w:a=x|b=y}  a in the path is x in the name, b is y
     {e}          on the right only: one tensor for each matrix of a stacked Weight, numbered from 0
 
-and with `SKIPPED`, a regular expression of tensor names -> why such tensors are not part of the model. On reading, a
-name may carry a leading "model.", as some exporters write it.
+and with `SKIPPED`, a regular expression of tensor names -> why such tensors are not part of the model; and `SAME`, a
+name that some files have -> the tensor that it must equal there (a tied head). On reading, a name may carry a leading
+"model.", as some exporters write it.
 
 No pattern names an input scale: it is called after the weight that it belongs to, X.input_scale beside X.weight.
 """
@@ -17,7 +18,7 @@ No pattern names an input scale: it is called after the weight that it belongs t
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -111,12 +112,14 @@ class Names:
     model: LanguageModel
     table: NameTable
     skipped: Mapping[str, str]
+    same: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: LanguageModel) -> "Names":
         """The table at the end of the file that defines the model."""
         module = sys.modules[type(model).__module__]
-        return cls(model, module.NAMES, getattr(module, "SKIPPED", {}))
+        skipped, same = (getattr(module, table, {}) for table in ("SKIPPED", "SAME"))
+        return cls(model, module.NAMES, skipped, same)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -151,6 +154,11 @@ class Names:
             if re.fullmatch(pattern, name.removeprefix(_PREFIX)):
                 return reason
         return None
+
+    def twin(self, name: str) -> Part | None:
+        """The part that a tensor of this name, which is no part of its own, must equal."""
+        other = self.same.get(name)
+        return None if other is None or name in self.by_name else self.by_name[other]
 
 
 def input_scale_name(name: str) -> str:

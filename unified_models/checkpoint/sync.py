@@ -1,6 +1,6 @@
 """The sync list: every tensor that a forward reads, by its checkpoint name, out of a model and back into one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 
 import torch
@@ -63,7 +63,8 @@ def update(
     Args:
         named_tensors: checkpoint names, as `named_tensors(model)` yields them (any spelling that a checkpoint may
             have), with float32, bfloat16 or float16 masters, and whole numbers for tables. All are held until all are
-            checked. Names that the model file skips by rule are passed over.
+            checked. Names that the model file skips by rule are passed over; a tied
+            head must come with the embedding, and equal it.
         strict: every tensor of the model must be there.
 
     Raises ValueError listing every problem before the first byte changes: names unknown, missing or given twice;
@@ -73,15 +74,20 @@ def update(
     given: dict[str, tuple[Part, Tensor]] = {}
     problems: list[str] = []
     unknown: list[str] = []
+    twins: dict[str, tuple[Part, Tensor]] = {}
     for name, values in named_tensors:
         part = names.by_name.get(name)
-        if part is None:
+        if part is None and (twin := names.twin(name)):
+            twins[name] = (twin, values)
+        elif part is None:
             unknown.extend([] if names.reason(name) else [name])
         elif part.name in given:
             problems.append(f"{name} is given twice")
         else:
             given[part.name] = (part, values)
             problems.extend(_problems(name, part, values))
+    for name, (twin, values) in twins.items():
+        problems.extend(_apart(name, values, twin, given))
     missing = [part.name for part in names.parts if part.name not in given]
     if unknown:
         problems.insert(0, f"unknown ({len(unknown)}): {some(unknown)}")
@@ -97,6 +103,18 @@ def update(
             part.owner.assign(values.to(_device(part.owner)), part.index)
     if not missing:
         model.weights_from = "master"
+
+
+def _apart(
+    name: str, values: Tensor, twin: Part, given: Mapping[str, tuple[Part, Tensor]]
+) -> Iterator[str]:
+    """A tied head is given beside the embedding, with its values, or not at all."""
+    if twin.name not in given:
+        yield f"{name} is given without {twin.name}, which it is the same tensor as"
+        return
+    other = given[twin.name][1]
+    if values.shape != other.shape or not torch.equal(values.float(), other.float()):
+        yield f"{name} and {twin.name} are one tensor of the model, and were given different values"
 
 
 def _problems(name: str, part: Part, values: Tensor) -> Iterator[str]:

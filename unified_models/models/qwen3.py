@@ -183,7 +183,7 @@ NAMES = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-SKIPPED = {r"lm_head\.weight": "the head is the embedding (tie_word_embeddings)"}
+SAME = {"lm_head.weight": "model.embed_tokens.weight"}  # with tie_word_embeddings
 
 FIXED: dict[str, Any] = {
     "attention_bias": False,
