@@ -5,6 +5,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from unified_models.adapters.vllm.plugin import ARCHITECTURE
@@ -126,6 +127,9 @@ def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
         value = getattr(vllm_config.compilation_config, name)
         if value is not None and value.name != "NONE":
             wrong.append((f"compilation_config: {name} must be left unset: {why}", value.name))
+    if not current_platform.is_cpu() and getattr(vllm_config, "use_v2_model_runner", False):
+        reason = "its order of sums in log_softmax has no GPU operator yet; set VLLM_USE_V2_MODEL_RUNNER=0"
+        wrong.append((f"vLLM's V2 runner: {reason}", current_platform.device_type))
     if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
         wrong.append(("logprobs_mode must be 'processed_logprobs'", model.logprobs_mode))
     return wrong

@@ -107,7 +107,7 @@ def backward(
         e_THN, total_TH, sink_TH = weights(scores(q, read.keys, index, scale), sinks_H)
         p_THN = e_THN / total_TH[..., None]
         dp_THN = torch.cat([bmm(dout, values.transpose(1, 2)) for values in read.values], -1)
-        delta_TH = (p_THN * dp_THN).sum(-1)
+        delta_TH = (p_THN * dp_THN).sum(-1)  # of a gradient
         ds_THN = p_THN * (dp_THN - delta_TH[..., None]) * scale
         for n, keys in zip(blocks(index), read.keys, strict=True):
             dq[chunk] += bmm(ds_THN[..., n], keys)
@@ -118,5 +118,5 @@ def backward(
             add_rows_(dvalues, index[:, n][kept], dv[kept][:, : values_RD.shape[-1]])
         if dsinks is not None:
             share_TH = torch.where(sink_TH.isinf(), 1.0, sink_TH / total_TH)
-            dsinks -= (share_TH * delta_TH).sum(0)
+            dsinks -= (share_TH * delta_TH).sum(0)  # a gradient
     return dq[..., :D], dkeys, dvalues, dsinks

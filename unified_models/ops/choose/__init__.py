@@ -30,6 +30,6 @@ def choose(scores_TE: Tensor, k: int) -> Tensor:
     best = keys.topk(k, -1).values  # all keys differ, so no tie is left to topk
     if bool((best == NEVER).any()):
         bad = int((best == NEVER).any(-1).nonzero()[0])
-        have = int((~scores_TE[bad].isnan()).sum())
+        have = int((~scores_TE[bad].isnan()).sum())  # a count
         raise ValueError(f"router scores of row {bad}: {have} of {E} are numbers, {k} are needed")
     return E - 1 - (best & 0xFFFFFFFF)

@@ -35,9 +35,8 @@ def tiled_mm(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     rows = F.pad(x_TK, (0, 0, 0, missing)) if missing else x_TK.contiguous()
     if rows.data_ptr() % 64:
         rows = rows.clone()
-    return torch.bmm(rows.view(tiles, TILE, K), w_NK.t().expand(tiles, K, N)).view(tiles * TILE, N)[
-        :T
-    ]
+    stack = (rows.view(tiles, TILE, K), w_NK.t().expand(tiles, K, N))
+    return torch.bmm(*stack).view(tiles * TILE, N)[:T]  # on CPU
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
-        return grads[0] - torch.exp(out) * grads[0].sum(-1, keepdim=True)
+        total = grads[0].sum(-1, keepdim=True)  # of a gradient
+        return grads[0] - torch.exp(out) * total
 
 
 def row_sum(row_V: Any, top: Any) -> Any:
@@ -37,7 +38,7 @@ def row_sum(row_V: Any, top: Any) -> Any:
         block = np.zeros(BLOCK, np.float32)
         part = row_V[start : start + BLOCK]
         block[: len(part)] = np.exp(part - top)
-        total = total + np.sum(block, keepdims=False)
+        total = total + np.sum(block, keepdims=False)  # numpy's order is the kernel's
     return total
 
 
