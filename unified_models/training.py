@@ -1,6 +1,7 @@
 """The training forward: logprobs of given tokens, packed, differentiable, and the same bits as the engine's."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -8,12 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unified_models.context.collectives import everyones
 from unified_models.context.local import LocalContext
-from unified_models.context.step import Step
+from unified_models.context.parallel import (
+    Parallel,
+    ParallelContext,
+    Stretch,
+    StretchMemory,
+    stretches,
+)
+from unified_models.context.step import Step, owners
 from unified_models.model import LanguageModel
 from unified_models.ops.logprob import check_provider
 from unified_models.ops.logprob import logprobs as logprobs_of
 
+ALONE = Parallel()
 ROWS = 256  # of logits held at once
 
 
@@ -26,6 +36,7 @@ def logprobs(
     rows: int = ROWS,
     provider: str = "torch_row",
     context: Callable[..., Any] = LocalContext,
+    parallel: Parallel = ALONE,
 ) -> list[Tensor]:
     """log p(token i | tokens before i) for i = 1 .. of each sequence, at `temperature` (one, or one a sequence).
 
@@ -34,7 +45,9 @@ def logprobs(
 
     recompute: activation checkpointing by block; the bits stay. rows: how many rows of logits exist at once, forward
     and backward; the bits do not depend on it. provider: the sampler's arithmetic, of ops.logprob.PROVIDERS. context:
-    the context class to run under.
+    the context class to run under. parallel: the processes that share the experts or the pack. Every process of
+    `parallel.tokens` gives the same sequences and gets all their logprobs; the gradients of its own stretch of tokens
+    are its own, and those of all processes are to be added. A process may give no sequences, and takes part.
 
     Raises ValueError for token ids outside the vocabulary and temperatures that are not positive numbers.
     """
@@ -46,31 +59,83 @@ def logprobs(
     check(model, sequences, temperatures, rows)
     check_provider(provider)
     device = next(chain(model.parameters(), model.buffers())).device
-    step = Step.of([len(s) for s in sequences], device=device)
-    if step.num_tokens == 0:
+    if parallel.alone and not any(sequences):
         return [torch.zeros(0, device=device) for _ in sequences]
-    ids_T = torch.tensor(
-        [token for s in sequences for token in s], dtype=torch.int64, device=device
-    )
-    ctx = context(step)
+    pack = Pack.of(sequences, temperatures, parallel.stretches, device)
+    ctx, mine = pack.context(context, parallel)
+    ids_T, temperature_T = pack.ids_T[mine], pack.temperature_T[mine]
     with _Recomputed(model.blocks if recompute else ()):  # type: ignore[arg-type]
         hidden_TM = model(ids_T, ctx)
-    scored = step.positions_T[1:] > 0  # row t scores token t + 1 of the same sequence
-    sources = scored.nonzero()[:, 0]
-    temperature_T = torch.tensor(temperatures, dtype=torch.float32, device=device)[step.sequence_T]
+    sources = pack.scored(mine)
 
     def score(hidden: Tensor, temperature: Tensor, targets: Tensor) -> Tensor:
         return logprobs_of(model.logits(hidden, ctx), temperature, targets, provider=provider)
 
-    parts = [hidden_TM.new_zeros(0, dtype=torch.float32)]
+    parts = [hidden_TM[:0, 0].float()]  # a pack without a scored token has gradients too: zeros
     for chunk in sources.split(rows):
-        args = (hidden_TM[chunk], temperature_T[chunk], ids_T[chunk + 1])
+        args = (hidden_TM[chunk], temperature_T[chunk], pack.ids_T[chunk + mine.start + 1])
         parts.append(
             checkpoint(score, *args, use_reentrant=False)
             if torch.is_grad_enabled()
             else score(*args)
         )
-    return list(torch.cat(parts).split([max(len(s) - 1, 0) for s in sequences]))
+    lps = torch.cat(parts)
+    if parallel.tokens is not None:
+        counts = [len(pack.scored(slice(s.start, s.end))) for s in pack.stretches]
+        lps = everyones(lps, counts, parallel.tokens)
+    return list(lps.split([max(len(s) - 1, 0) for s in sequences]))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Sequences one behind the other, and the stretches of tokens that processes run.
+
+    Where there are fewer tokens than processes, sequences of one token follow, which nobody scores.
+    """
+
+    lengths: list[int]
+    ids_T: Tensor
+    temperature_T: Tensor
+    stretches: list[Stretch]
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        processes: int,
+        device: torch.device,
+    ) -> "Pack":
+        missing = max(processes - sum(map(len, sequences)), 0)
+        sequences, temperatures = [*sequences, *[[0]] * missing], [*temperatures, *[1.0] * missing]
+        lengths = [len(s) for s in sequences]
+        ids = [token for s in sequences for token in s]
+        of_each = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        sequence_T = owners(torch.tensor(lengths, device=device))
+        ids_T = torch.tensor(ids, dtype=torch.int64, device=device)
+        return cls(lengths, ids_T, of_each[sequence_T], stretches(lengths, processes))
+
+    def context(
+        self, context: Callable[..., Any], parallel: Parallel
+    ) -> tuple[LocalContext, slice]:
+        """What runs this process's part, and which tokens of the pack it is."""
+        device, group = self.ids_T.device, parallel.tokens
+        if parallel.alone:
+            return context(Step.of(self.lengths, device=device)), slice(0, len(self.ids_T))
+        if group is None:
+            step = Step.of(self.lengths, device=device)
+            return ParallelContext(step, parallel=parallel), slice(0, len(self.ids_T))
+        memory = StretchMemory(self.stretches, self.lengths, group)
+        mine = memory.mine
+        step = mine.step(device)
+        return ParallelContext(step, memory, parallel=parallel), slice(mine.start, mine.end)
+
+    def scored(self, part: slice) -> Tensor:
+        """Of a stretch, its rows that score the token after: of the same sequence, wherever it runs; int64."""
+        starts = torch.tensor([0, *self.lengths], device=self.ids_T.device).cumsum(0)
+        begins = torch.zeros(len(self.ids_T) + 1, dtype=torch.bool, device=self.ids_T.device)
+        begins[starts] = True  # also the end of the pack
+        return (~begins[part.start + 1 : part.stop + 1]).nonzero()[:, 0]
 
 
 def check(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,13 @@ class Reading:
         return self.weight.shape
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the master's gradient: float32, or what the master was cast to."""
+        assert self.master is not None, f"{self.weight.label}: packed bytes have no gradient"
+        sharded = self.weight.sharding is not None
+        return torch.float32 if sharded else self.master.dtype
+
+    @property
     def value(self) -> Tensor:
         """float32 values of the packed bytes; the gradient goes straight through to the master."""
         if self.master is None:
@@ -47,7 +54,10 @@ class Reading:
         return self.format.unpack(self.packed, self.shape).view(self.shape)
 
     def operand(self, build: Callable[["Reading"], Any]) -> Any:
-        """`build(self)`, kept until the packed bytes change: a kernel's own form of the same bytes."""
+        """`build(self)`, kept as long as the packed bytes: a kernel's own form of the same bytes."""
+        sharding = self.weight.sharding
+        if sharding is not None and not sharding.resident:
+            return build(self)
         return self.weight.operand(self, build)
 
     @property
@@ -75,16 +85,37 @@ class Reading:
             )
 
 
+class Sharding(Protocol):
+    """Where a weight's master lies, if it is cut over processes and made whole around a forward."""
+
+    @property
+    def owned(self) -> Tensor:
+        """The tensor that the optimizer changes; its version is the weight's."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether the packed bytes stay after a commit. If not they are derived at each reading."""
+
+    def meet(self, master: Tensor | None) -> None:
+        """Called at each reading, with the master as it is then."""
+
+
+def whole(t: Tensor) -> Tensor:
+    """A DTensor's full value, gathered from all processes; any other tensor itself."""
+    gathered: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return gathered
+
+
 class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, reading: Reading) -> Tensor:
-        ctx.reading, ctx.dtype = reading, master.dtype
+        ctx.reading = reading
         return reading.dequantized()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.reading.check()
-        return grads[0].to(ctx.dtype), None
+        return grads[0].to(ctx.reading.grad_dtype), None
 
 
 class Weight(nn.Module):
@@ -130,6 +161,9 @@ class Weight(nn.Module):
             "master",
             nn.Parameter(torch.empty(self.shape, dtype=torch.float32), requires_grad=not frozen),
         )
+        self.first, self.stack = 0, self.shape[0] if self.shape else 1
+        """of a stack of which this process holds a stretch: the number of its first matrix, and matrices in all"""
+        self.sharding: Sharding | None = None
         self.bumps = 0
         self.commits = 0
         self.committed: Version | None = None
@@ -144,7 +178,8 @@ class Weight(nn.Module):
     @property
     def version(self) -> Version:
         """Counts every change of the master that torch or this class can see (not writes through `.data`)."""
-        return (0 if self.master is None else self.master._version, self.bumps)
+        owned = self.master if self.sharding is None else self.sharding.owned
+        return (0 if owned is None else owned._version, self.bumps)
 
     def forward(self) -> Reading:
         if self.committed != self.version:
@@ -154,9 +189,18 @@ class Weight(nn.Module):
             raise RuntimeError(
                 f"{self.label}: the master {state}; call model.commit() before a forward"
             )
+        if self.sharding is not None:
+            self.sharding.meet(self.master)
+            if not self.sharding.resident:
+                return Reading(self, formats.pack_pieces(self.format, self.whole()), self.version)
         return Reading(
             self, {name: getattr(self, name) for name in self.packed_names}, self.version
         )
+
+    def whole(self) -> Tensor:
+        """The master's values, in full and outside autograd; where they are sharded, every process must ask."""
+        assert self.master is not None, f"{self.label}: holds packed bytes only"
+        return whole(self.master.detach())
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -165,7 +209,9 @@ class Weight(nn.Module):
             raise RuntimeError(
                 f"{self.label}: holds packed bytes only, there is no master to commit"
             )
-        self.keep(formats.pack_pieces(self.format, self.master))
+        if self.sharding is not None and not self.sharding.resident:
+            return self._kept()
+        self.keep(formats.pack_pieces(self.format, self.whole()))
 
     @torch.no_grad()
     def assign(self, values: Tensor, index: int | None = None) -> None:
@@ -211,6 +257,16 @@ class Weight(nn.Module):
         self.commits += 1
         self.committed = self.version
 
+    def hold(self, first: int, count: int) -> None:
+        """Of a stack, hold matrices first, first + 1, ... alone. Before any values are there."""
+        self.first, self.shape = first, torch.Size((count, *self.shape[1:]))
+        self.master = nn.Parameter(
+            torch.empty(self.shape, dtype=torch.float32), requires_grad=not self.frozen
+        )
+        self.committed = None
+        if self.input_scale is not None:
+            self.input_scale.hold(first, count)
+
     def drop_master(self) -> None:
         """Hold packed bytes only, as a serving process may."""
         self.master = None
@@ -225,6 +281,7 @@ class Weight(nn.Module):
             self.input_scale = Weight(
                 *stack, format="float32", frozen=True, init="input_scale", positive=True
             )
+            self.input_scale.first = self.first
             self.input_scale.label = f"{self.label}.input_scale"
 
     def check(self, values: Tensor, name: str) -> None:

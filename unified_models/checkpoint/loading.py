@@ -19,6 +19,7 @@ from unified_models.checkpoint.fill import Filler
 from unified_models.checkpoint.match import FORMATS_KEY, Match, Source, match
 from unified_models.checkpoint.names import Names, Part
 from unified_models.checkpoint.shards import Shards, few, open_shards, some
+from unified_models.context.parallel import hold_experts
 from unified_models.model import LanguageModel, bind_numerics
 from unified_models.weight import Weight
 
@@ -72,6 +73,7 @@ def load(
     weights: str = "master",
     progress: bool = True,
     ignore_index: bool = False,
+    experts: tuple[int, int] = (0, 1),
 ) -> LanguageModel:
     """The model of a checkpoint folder, committed and ready to run; `model.load_report` says what happened.
 
@@ -82,6 +84,7 @@ def load(
             file's own packed bytes and no masters, for serving what was released, with other bits.
         progress: show a bar when loading takes more than two seconds, on a terminal.
         ignore_index: read every *.safetensors of the folder, whatever the index says.
+        experts: (rank, size): of each stack of experts, hold the rank-th of `size` equal stretches (`Parallel`).
 
     Raises ValueError naming the file, the tensor or the argument and both values; everything that headers can tell is
     checked before any tensor is read.
@@ -95,6 +98,7 @@ def load(
     start = time.perf_counter()
     folder = Path(folder)
     model = build(folder)
+    hold_experts(model, *experts)
     shards = open_shards(folder, ignore_index)
     found = match_folder(Names.of(model), shards)
     filler = fill(model, shards, found, device, numerics, weights, progress)

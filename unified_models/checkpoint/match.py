@@ -20,6 +20,7 @@ from unified_models.weight import Table, Weight
 
 FORMATS_KEY = "unified_models.formats"
 """Key of the header metadata in which a checkpoint of float32 masters keeps their formats, as JSON: name -> format."""
+ELSEWHERE = "an expert that another process holds"
 NO_INPUT_SCALE = "activations stay as they are (W4A16)"
 
 
@@ -108,6 +109,11 @@ def match(names: Names, shards: Shards, packed_formats: dict[str, str]) -> Match
             used.add(input_scale.name)
             if found.sources[-1].input_scale is None:
                 found.skipped[input_scale.name] = NO_INPUT_SCALE
+    for part in names.elsewhere:
+        for name in set(part.spellings()) & shards.tensors.keys():
+            others = [scale.name for scale in beside(name, shards.tensors).values()]
+            used.update([name, input_scale_name(name), *others])
+            found.skipped[name] = ELSEWHERE
     for name in shards.tensors:
         if name not in used:
             _settle_unused(name, names, shards, found)

@@ -148,6 +148,18 @@ class Names:
         """Part of every spelling that is read."""
         return {name: part for part in self.parts for name in part.spellings()}
 
+    @cached_property
+    def elsewhere(self) -> tuple[Part, ...]:
+        """Tensors of the model that other processes hold: experts."""
+        patterns = [Pattern(path, names) for path, names in self.table.items()]
+        return tuple(
+            part
+            for path, owner in self.model.weights()
+            if owner.shape[:1] not in ((), (owner.stack,))
+            for part in _parts_of(path, owner, patterns, everywhere=True)
+            if part.index is not None and not 0 <= part.index < owner.shape[0]
+        )
+
     def reason(self, name: str) -> str | None:
         """Why a tensor of this name is skipped by rule; None if it is not."""
         for pattern, reason in self.skipped.items():
@@ -173,7 +185,10 @@ def _input_scales(path: str, owner: Weight, parts: list[Part]) -> Iterator[Part]
         yield Part(f"{path}.input_scale", owner, names, part.index, of_input=True)
 
 
-def _parts_of(path: str, owner: Weight | Table, patterns: list[Pattern]) -> list[Part]:
+def _parts_of(
+    path: str, owner: Weight | Table, patterns: list[Pattern], everywhere: bool = False
+) -> list[Part]:
+    """everywhere: also the matrices of a stack that other processes hold; their index is outside of this one's."""
     matches = [(p, m) for p in patterns if (m := p.regex.fullmatch(path))]
     assert matches, f"{path}: no pattern of NAMES names it"
     assert len(matches) == 1, f"{path}: {[p.path for p, _ in matches]} all name it"
@@ -181,4 +196,11 @@ def _parts_of(path: str, owner: Weight | Table, patterns: list[Pattern]) -> list
     if pattern.counter is None:
         return [Part(path, owner, pattern.fill(match, None))]
     assert isinstance(owner, Weight) and len(owner.shape) > 1, f"{path}: nothing is stacked in it"
-    return [Part(path, owner, pattern.fill(match, e), e) for e in range(owner.shape[0])]
+    return [
+        Part(path, owner, pattern.fill(match, e), e - owner.first)
+        for e in (range(owner.stack) if everywhere else _held(owner))
+    ]
+
+
+def _held(owner: Weight) -> range:
+    return range(owner.first, owner.first + owner.shape[0])

@@ -63,7 +63,7 @@ def update(
     Args:
         named_tensors: checkpoint names, as `named_tensors(model)` yields them (any spelling that a checkpoint may
             have), with float32, bfloat16 or float16 masters, and whole numbers for tables. All are held until all are
-            checked. Names that the model file skips by rule are passed over; a tied
+            checked. Names that the model file skips by rule and experts of other processes are passed over; a tied
             head must come with the embedding, and equal it.
         strict: every tensor of the model must be there.
 
@@ -71,6 +71,7 @@ def update(
     shapes; dtypes (a float32-compute parameter takes float32 only, anything else has lost bits); table entries.
     """
     names = Names.of(model)
+    elsewhere = {name for part in names.elsewhere for name in part.spellings()}
     given: dict[str, tuple[Part, Tensor]] = {}
     problems: list[str] = []
     unknown: list[str] = []
@@ -79,8 +80,10 @@ def update(
         part = names.by_name.get(name)
         if part is None and (twin := names.twin(name)):
             twins[name] = (twin, values)
-        elif part is None:
+        elif part is None and name not in elsewhere:
             unknown.extend([] if names.reason(name) else [name])
+        elif part is None:
+            continue
         elif part.name in given:
             problems.append(f"{name} is given twice")
         else:

@@ -54,7 +54,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         assert activation in ("swiglu", "relu2"), f"unknown activation {activation!r}"
-        self.activation, self.limit = activation, limit
+        self.activation, self.limit, self.num_experts = activation, limit, num_experts
         of = dict.fromkeys(("gate", "up", "down"), format) | dict(formats or {})
 
         def inner(name: str) -> Weight:

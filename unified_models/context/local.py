@@ -224,15 +224,20 @@ class LocalContext:
     def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
         T, K = ids_TK.shape
         order = ids_TK.flatten().argsort(stable=True)
-        counts = torch.bincount(ids_TK.flatten(), minlength=experts.up.shape[0])
+        counts = torch.bincount(ids_TK.flatten(), minlength=experts.num_experts)
         self.note(experts, "expert_rows", lambda: counts)
-        counts_E = counts.tolist()
-        hidden_PF = self._hidden(x_TM[order // K], counts_E, experts)
-        (y_PM,) = grouped_linear(hidden_PF, counts_E, self.read(experts.down))
+        y_PM = self._answers(x_TM[order // K], counts, experts)
         slots_P = torch.empty_like(order).scatter_(
             0, order, torch.arange(T * K, device=order.device)
         )
         return combine(y_PM[slots_P].unflatten(0, (T, K)), gates_TK, dtype=x_TM.dtype)
+
+    def _answers(self, rows_PM: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+        """The experts' answers to rows sorted by expert; counts: rows of each."""
+        counts_E = counts.tolist()
+        hidden_PF = self._hidden(rows_PM, counts_E, experts)
+        (y_PM,) = grouped_linear(hidden_PF, counts_E, self.read(experts.down))
+        return y_PM
 
     def _hidden(self, rows_PM: Tensor, counts_E: list[int], experts: Experts) -> Tensor:
         """The activations of rows sorted by expert."""

@@ -24,7 +24,7 @@ class _Embed(torch.autograd.Function):
         (ids_T,) = ctx.saved_tensors
         dw = torch.zeros(ctx.reading.shape, dtype=torch.float32, device=grads[0].device)
         add_rows_(dw, ids_T, grads[0].float())
-        return None, dw.to(ctx.reading.weight.master.dtype), None
+        return None, dw.to(ctx.reading.grad_dtype), None
 
 
 @operator

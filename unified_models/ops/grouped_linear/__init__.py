@@ -53,8 +53,7 @@ class _GroupedLinear(torch.autograd.Function):
             for e, span in _spans(ctx.counts):
                 dx[span] = (dy[span] @ w[e]).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            dtype = reading.weight.master.dtype  # type: ignore[union-attr]
-            dw = torch.zeros(reading.shape, dtype=dtype, device=x.device)
+            dw = torch.zeros(reading.shape, dtype=reading.grad_dtype, device=x.device)
             for e, span in _spans(ctx.counts):
                 dw[e] = dy[span].T @ reading.seen(x[span], e)
         return dx, dw, None, None, None

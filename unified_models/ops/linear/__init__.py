@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
             dw = (
                 dy.T @ seen if groups == 1 else torch.einsum("tgn,tgk->gnk", dy, seen).flatten(0, 1)
             )
-            dw = dw.to(reading.weight.master.dtype)  # type: ignore[union-attr]
+            dw = dw.to(reading.grad_dtype)
         return dx, dw, None, None, None
 
 

@@ -1,0 +1,142 @@
+"""The side that learns: logprobs, optimizer steps, the tensors to sync, and a state to go on from."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unified_models.checkpoint import named_tensors, update
+from unified_models.context.local import LocalContext
+from unified_models.model import LanguageModel
+from unified_models.training import logprobs
+
+Sequences = Sequence[Sequence[int]]
+Loss = Callable[[list[Tensor], range], Tensor]
+"""(logprobs of the sequences of one forward, their places in the batch) -> its scalar part of the loss. What it raises
+stops the step before any weight changes."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: summed over micro-batches. grad_norm: of all gradients together, before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class State:
+    """What a trainer goes on from: tensors by name, and the weight version."""
+
+    tensors: dict[str, Tensor]
+    version: int
+
+
+class Trainer(Protocol):
+    """In one process or sharded; sequences and logprobs are those of `um.logprobs`."""
+
+    version: int
+    """optimizer steps since the checkpoint that training started from"""
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> list[Tensor]:
+        """The training forward without gradient, in the micro-batches of a step."""
+
+    def step(self, sequences: Sequences, temperature: float, loss: Loss) -> StepResult:
+        """Forward, `loss` and backward of each micro-batch, then one optimizer step; the version grows by one."""
+
+    def restart(self, lr: float, weight_decay: float = 0.0) -> None:
+        """A fresh optimizer."""
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The sync list, as `um.named_tensors`."""
+
+    def state(self) -> State:
+        """Copies of masters, tables and the optimizer's moments."""
+
+    def restore(self, state: State) -> None:
+        """Go on from a state; ValueError if it is of another model."""
+
+
+class LocalTrainer:
+    """Trainer over a model in this process: AdamW on the float32 masters, packed weights committed after each step.
+
+    micro_batch: sequences in one forward; 0: all. max_grad_norm: gradients are scaled to this norm where theirs is
+    larger. context: the class that the forward runs under.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        micro_batch: int = 0,
+        max_grad_norm: float = 1.0,
+        context: Callable[..., Any] = LocalContext,
+    ) -> None:
+        self.model, self.version = model, 0
+        self.micro_batch, self.max_grad_norm, self.context = micro_batch, max_grad_norm, context
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.restart(lr=0.0)
+
+    def restart(self, lr: float, weight_decay: float = 0.0) -> None:
+        """A fresh AdamW (betas 0.9, 0.95) without moments."""
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95)
+        )
+        self.model.commit_after(self.optimizer)
+
+    def _places(self, count: int) -> Iterator[range]:
+        size = self.micro_batch or count
+        return (range(at, min(at + size, count)) for at in range(0, count, size))
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequences, temperature: float) -> list[Tensor]:
+        """See Trainer."""
+        parts = (self._forward(sequences, at, temperature) for at in self._places(len(sequences)))
+        return [values for part in parts for values in part]
+
+    def _forward(self, sequences: Sequences, places: range, temperature: float) -> list[Tensor]:
+        return logprobs(
+            self.model, [sequences[i] for i in places], temperature, context=self.context
+        )
+
+    def step(self, sequences: Sequences, temperature: float, loss: Loss) -> StepResult:
+        """See Trainer."""
+        self.optimizer.zero_grad()
+        total = 0.0
+        for places in self._places(len(sequences)):
+            part = loss(self._forward(sequences, places, temperature), places)
+            part.backward()
+            total += float(part.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm)
+        self.optimizer.step()
+        self.version += 1
+        return StepResult(total, float(norm))
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See Trainer."""
+        return named_tensors(self.model)
+
+    def state(self) -> State:
+        """`model/NAME` by checkpoint names, `adamw/FIELD/PATH` by module paths."""
+        tensors = {f"model/{name}": tensor.clone() for name, tensor in self.named_tensors()}
+        for path, parameter in self.trained.items():
+            for field, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"adamw/{field}/{path}"] = value.detach().clone()
+        return State(tensors, self.version)
+
+    def restore(self, state: State) -> None:
+        """See Trainer. Learning rate and weight decay stay those of `restart`."""
+        update(self.model, _under(state.tensors, "model/"))
+        self.optimizer.state.clear()
+        for name, value in _under(state.tensors, "adamw/"):
+            field, _, path = name.partition("/")
+            if path not in self.trained or field not in ("step", "exp_avg", "exp_avg_sq"):
+                raise ValueError(f"adamw/{name}: this model trains no such parameter")
+            self.optimizer.state[self.trained[path]][field] = value.clone()
+        self.version = state.version
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> Iterable[tuple[str, Tensor]]:
+    return ((n.removeprefix(prefix), t) for n, t in tensors.items() if n.startswith(prefix))
