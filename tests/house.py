@@ -15,7 +15,7 @@ Fault = tuple[int, str]
 TIERS = [
     rooms.split()
     for rooms in (
-        "autograd config progress quantization",
+        "autograd config progress quantization sharding",
         "formats",
         "weight",
         "ops",

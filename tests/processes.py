@@ -3,10 +3,10 @@
 import faulthandler
 import os
 import pickle
-import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -15,34 +15,46 @@ import torch.multiprocessing as mp
 
 PATIENCE = 300.0
 """Seconds after which processes that wait for each other are told to say where, and ended."""
+Partition = Sequence[Sequence[int]]
+"""Ranks, cut into groups."""
 
 
 def run(
     job: Callable[..., Any], processes: int, folder: Path, *args: Any, patience: float = PATIENCE
 ) -> list[Any]:
-    """What `job(*args)` returned in each process, by rank; job: of a module. AssertionError: the first one that failed,
-    with its traceback, or that they hung."""
+    """What `job(*args)` returned in each process, by rank; job: of a module. AssertionError: those that failed, with
+    their tracebacks, the first to fail first; or that they hung."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("rank*.pickle"):
-        old.unlink()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = mp.spawn(
-        _process, (job, processes, folder, port, args, patience), processes, join=False
-    )
+    told = [folder / f"rank{rank}.pickle" for rank in range(processes)]
+    for old in told:
+        old.unlink(missing_ok=True)
+    # Held here, so that no other process of the machine takes its port in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    args = (job, processes, folder, store.port, args, patience)
+    started = mp.spawn(_process, args, processes, join=False)
+    until = monotonic() + patience + 30
     for process in started.processes:
-        process.join(patience + 30)
+        process.join(max(until - monotonic(), 0))
     alive = [p for p in started.processes if p.is_alive()]
     for process in alive:
         process.kill()
-    told = [folder / f"rank{rank}.pickle" for rank in range(processes)]
-    answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in told]
-    for rank, answer in enumerate(answers):
-        assert answer is None or answer[0], f"process {rank} failed:\n{answer[1]}"
-    silent = [rank for rank, answer in enumerate(answers) if answer is None]
+    answers = {r: pickle.loads(file.read_bytes()) for r, file in enumerate(told) if file.exists()}
+    failed = [(when, rank, what) for rank, (well, what, when) in answers.items() if not well]
+    texts = [f"process {rank} failed:\n{what}" for _, rank, what in sorted(failed)]
+    assert not texts, "\n".join(texts)
+    silent = sorted(set(range(processes)) - set(answers))
     assert not silent and not alive, f"processes {silent} did not answer within {patience} s"
-    return [answer[1] for answer in answers]
+    return [answers[rank][1] for rank in range(processes)]
+
+
+def group_in(partition: Partition) -> Any:
+    """The group of this process in a partition of all of them, each of which must ask, in the same order; None for an
+    empty partition."""
+    mine = None
+    for ranks in partition:
+        group = dist.new_group(list(ranks))
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
 
 
 def _process(
@@ -56,12 +68,12 @@ def _process(
 ) -> None:
     faulthandler.dump_traceback_later(patience, exit=True)
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     try:
-        answer = (True, job(*args))
+        answer = (True, job(*args), monotonic())
     except BaseException:  # the parent shows it
-        answer = (False, traceback.format_exc())
+        answer = (False, traceback.format_exc(), monotonic())
     (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(answer))
     if answer[0]:
         dist.barrier()

@@ -261,6 +261,7 @@ def test_verify(ok: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         "tokens": 5,
         "seed": 3,
         "quick": True,
+        "device": "cpu",
     }
 
 

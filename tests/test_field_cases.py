@@ -19,7 +19,7 @@ NOT_HERE = {
     "A15": "expert-bias updates: the bias is frozen, nothing counts tokens",
     "B05": "graph capture",
     "B07": "graph capture",
-    "G07": "capability of a GPU: there is no GPU backend yet, a CUDA device is refused",
+    "G07": "kernels by the capability of a GPU: the CUDA backend has one kernel for all",
     "C09": "a kernel that takes power-of-two scales only: the CPU backend takes both kinds",
 }
 """Row -> what it is about that does not exist here yet."""

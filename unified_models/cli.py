@@ -59,6 +59,9 @@ Numerics = Annotated[
     str, typer.Option(help="deployed: the checkpoint's formats; float32: nothing is quantised.")
 ]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch; the bits do not depend on it.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value (JSON).")
+]
 Architectures = Annotated[
     list[str] | None,
     typer.Option("--architecture", help="Of this one only; repeat for several."),
@@ -124,10 +127,7 @@ def tiny(
         Path | None,
         typer.Option(metavar="FILE", help="A config.json to start from; default: the smallest."),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value (JSON) in config.json."),
-    ] = None,
+    changes: Changes = None,
     seed: Seed = 0,
 ) -> None:
     """Make a small random checkpoint: every part of the architecture, official tensor names, any machine's bytes.
@@ -367,6 +367,22 @@ def bench(
         kept.append(result)
     _write(json_file, json.dumps([result.as_dict() for result in kept], indent=1))
     if not all(result.ok for result in kept):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def rl(
+    paths: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="Or folders of runs.")],
+    changes: Changes = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw runs that are there, as PNG.")] = None,
+) -> None:
+    """GRPO on a toy task, resumable; each logprob compared with the training forward. Exit status 1 if a bit differs.
+
+    Example: unified-models rl configs/rl/nemotron_h_arithmetic.toml --set train.lr=0
+    """
+    from unified_models.rl.command import draw, train
+
+    if not (draw(paths, plot) if plot else train(paths, changes or [], screen())):
         raise typer.Exit(FAILED)
 
 

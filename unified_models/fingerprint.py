@@ -75,7 +75,7 @@ class Fingerprint:
 
 def contract(model: LanguageModel) -> str:
     """16 hex digits over everything about the model that chooses bits, apart from the weights' values."""
-    file = registry.find(type(model).__module__.rpartition(".")[2]).__file__
+    file = registry.find(model.file().rpartition(".")[2]).__file__
     assert file is not None
     digest = hashlib.sha256(Path(file).read_bytes())
     digest.update(json.dumps(model.config.to_json(), sort_keys=True, default=str).encode())

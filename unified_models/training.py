@@ -47,7 +47,8 @@ def logprobs(
     and backward; the bits do not depend on it. provider: the sampler's arithmetic, of ops.logprob.PROVIDERS. context:
     the context class to run under. parallel: the processes that share the experts or the pack. Every process of
     `parallel.tokens` gives the same sequences and gets all their logprobs; the gradients of its own stretch of tokens
-    are its own, and those of all processes are to be added. A process may give no sequences, and takes part.
+    are its own, and those of all processes are to be added. A process without sequences gives one
+    that is empty, and takes part.
 
     Raises ValueError for token ids outside the vocabulary and temperatures that are not positive numbers.
     """
@@ -64,7 +65,7 @@ def logprobs(
     pack = Pack.of(sequences, temperatures, parallel.stretches, device)
     ctx, mine = pack.context(context, parallel)
     ids_T, temperature_T = pack.ids_T[mine], pack.temperature_T[mine]
-    with _Recomputed(model.blocks if recompute else ()):  # type: ignore[arg-type]
+    with Recomputed(model.blocks if recompute else ()):  # type: ignore[arg-type]
         hidden_TM = model(ids_T, ctx)
     sources = pack.scored(mine)
 
@@ -161,7 +162,7 @@ def check(
                 raise ValueError(f"sequence {i}, token {j}: id {token} is not in [0, {vocab})")
 
 
-class _Recomputed:
+class Recomputed:
     """Blocks keep no activations while this lasts: each runs again in the backward, under the same context."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from unified_models import formats
 from unified_models.autograd import apply
 from unified_models.formats import Format, Packed
 from unified_models.formats.activations import dequantized_rows, static_codes
+from unified_models.sharding import Sharding, whole
 
 Version = tuple[int, int]
 
@@ -85,27 +86,6 @@ class Reading:
             )
 
 
-class Sharding(Protocol):
-    """Where a weight's master lies, if it is cut over processes and made whole around a forward."""
-
-    @property
-    def owned(self) -> Tensor:
-        """The tensor that the optimizer changes; its version is the weight's."""
-
-    @property
-    def resident(self) -> bool:
-        """Whether the packed bytes stay after a commit. If not they are derived at each reading."""
-
-    def meet(self, master: Tensor | None) -> None:
-        """Called at each reading, with the master as it is then."""
-
-
-def whole(t: Tensor) -> Tensor:
-    """A DTensor's full value, gathered from all processes; any other tensor itself."""
-    gathered: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return gathered
-
-
 class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, reading: Reading) -> Tensor:
@@ -178,10 +158,16 @@ class Weight(nn.Module):
     @property
     def version(self) -> Version:
         """Counts every change of the master that torch or this class can see (not writes through `.data`)."""
-        owned = self.master if self.sharding is None else self.sharding.owned
+        owned = self.owned
         return (0 if owned is None else owned._version, self.bumps)
 
-    def forward(self) -> Reading:
+    @property
+    def owned(self) -> Tensor | None:
+        """The master as an optimizer has it: whole, or cut over processes."""
+        return self.master if self.sharding is None else self.sharding.owned
+
+    def require_committed(self) -> None:
+        """RuntimeError: the master is newer than the packed bytes."""
         if self.committed != self.version:
             state = (
                 "was never committed" if self.committed is None else "changed since the last commit"
@@ -189,18 +175,23 @@ class Weight(nn.Module):
             raise RuntimeError(
                 f"{self.label}: the master {state}; call model.commit() before a forward"
             )
+
+    def forward(self) -> Reading:
+        self.require_committed()
         if self.sharding is not None:
             self.sharding.meet(self.master)
             if not self.sharding.resident:
-                return Reading(self, formats.pack_pieces(self.format, self.whole()), self.version)
+                assert self.master is not None
+                values = whole(self.master.detach())
+                return Reading(self, formats.pack_pieces(self.format, values), self.version)
         return Reading(
             self, {name: getattr(self, name) for name in self.packed_names}, self.version
         )
 
     def whole(self) -> Tensor:
         """The master's values, in full and outside autograd; where they are sharded, every process must ask."""
-        assert self.master is not None, f"{self.label}: holds packed bytes only"
-        return whole(self.master.detach())
+        assert self.owned is not None, f"{self.label}: holds packed bytes only"
+        return whole(self.owned.detach())
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -219,6 +210,10 @@ class Weight(nn.Module):
 
         index: `values` are this one matrix of the first dimension; the others stay.
         """
+        if self.sharding is not None:
+            raise ValueError(
+                f"{self.label}: the master is cut over processes, and takes no whole values"
+            )
         current = self.committed == self.version
         self.bumps += 1
         if self.master is not None:
@@ -252,6 +247,13 @@ class Weight(nn.Module):
                 self.register_buffer(name, new.clone(), persistent=False)
         self.packed_names = tuple(packed)
         self._kept()
+
+    def let_go(self) -> None:
+        """Hold no packed bytes: they are derived at each reading."""
+        for name in self.packed_names:
+            delattr(self, name)
+        self.packed_names = ()
+        self._operands.clear()
 
     def _kept(self) -> None:
         self.commits += 1

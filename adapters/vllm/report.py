@@ -91,7 +91,7 @@ def text(model: LanguageModel, made: Sequence[Cache]) -> str:
     console = Console(file=out, width=100)
     mark = Fingerprint.of(model)
     console.print(
-        f"{type(model).__module__} in vLLM {found()}: numerics {mark.numerics}, backend {mark.backend}, {mark.chip}, "
+        f"{model.file()} in vLLM {found()}: numerics {mark.numerics}, backend {mark.backend}, {mark.chip}, "
         f"contract {mark.contract}",
         highlight=False,
     )

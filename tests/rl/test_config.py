@@ -16,6 +16,7 @@ WRONG = {
     "no task": ({"task": "chess"}, ["chess", "arithmetic", "calculator"]),
     "no mode": ({"mode": "exact"}, ["exact", "consistent, baseline"]),
     "baseline that stops": ({"mode": "baseline", "check": "stop"}, ["stop", "baseline"]),
+    "baseline elsewhere": ({"mode": "baseline", "engine": "vllm"}, ["vllm", "embedded"]),
     "engine": ({"engine": "sglang"}, ["sglang", "embedded"]),
     "loss": ({"loss": {"kind": "ppo"}}, ["ppo", "grpo, dapo"]),
     "correction": ({"loss": {"correction": "cis"}}, ["cis", "none, tis, mis"]),

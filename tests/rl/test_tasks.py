@@ -47,7 +47,7 @@ def test_arithmetic_reward() -> None:
 
 
 def test_calculator_reward_and_tool() -> None:
-    task, problem = TASKS["calculator"], Problem("Add with the tool: 3+4\n", 3, 4)
+    task, problem = TASKS["calculator"], Problem("Call: 3+4\n", 3, 4)
     assert task.reply(problem, ["?3+4\n"]) == "7\n"
     assert task.reply(problem, ["?33+4\n"]) == "37\n"
     assert task.reply(problem, ["3+4\n"]) == task.reply(problem, ["?3+4"]) == "!\n"

@@ -167,7 +167,7 @@ def build(folder: Path) -> LanguageModel:
 
 def name_of(model: LanguageModel) -> str:
     """The architecture: the name of its file."""
-    return type(model).__module__.rpartition(".")[2]
+    return model.file().rpartition(".")[2]
 
 
 def architecture(folder: Path) -> tuple[ModuleType, dict[str, Any]]:

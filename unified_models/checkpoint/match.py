@@ -109,7 +109,7 @@ def match(names: Names, shards: Shards, packed_formats: dict[str, str]) -> Match
             used.add(input_scale.name)
             if found.sources[-1].input_scale is None:
                 found.skipped[input_scale.name] = NO_INPUT_SCALE
-    for part in names.elsewhere:
+    for part in (part for part in names.elsewhere if not part.of_input):
         for name in set(part.spellings()) & shards.tensors.keys():
             others = [scale.name for scale in beside(name, shards.tensors).values()]
             used.update([name, input_scale_name(name), *others])

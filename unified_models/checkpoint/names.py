@@ -117,7 +117,7 @@ class Names:
     @classmethod
     def of(cls, model: LanguageModel) -> "Names":
         """The table at the end of the file that defines the model."""
-        module = sys.modules[type(model).__module__]
+        module = sys.modules[model.file()]
         skipped, same = (getattr(module, table, {}) for table in ("SKIPPED", "SAME"))
         return cls(model, module.NAMES, skipped, same)
 
@@ -150,15 +150,22 @@ class Names:
 
     @cached_property
     def elsewhere(self) -> tuple[Part, ...]:
-        """Tensors of the model that other processes hold: experts."""
+        """Tensors of the model that other processes hold: experts, with their input scales."""
         patterns = [Pattern(path, names) for path, names in self.table.items()]
-        return tuple(
-            part
-            for path, owner in self.model.weights()
-            if owner.shape[:1] not in ((), (owner.stack,))
-            for part in _parts_of(path, owner, patterns, everywhere=True)
-            if part.index is not None and not 0 <= part.index < owner.shape[0]
-        )
+        input_scales = {owner.input_scale for _, owner in self.model.weights()}
+        found: list[Part] = []
+        for path, owner in self.model.weights():
+            if owner in input_scales or owner.shape[:1] in ((), (owner.stack,)):
+                continue
+            parts = [
+                part
+                for part in _parts_of(path, owner, patterns, everywhere=True)
+                if part.index is not None and not 0 <= part.index < owner.shape[0]
+            ]
+            found.extend(parts)
+            if owner.input_scale is not None:
+                found.extend(_input_scales(path, owner.input_scale, parts))
+        return tuple(found)
 
     def reason(self, name: str) -> str | None:
         """Why a tensor of this name is skipped by rule; None if it is not."""

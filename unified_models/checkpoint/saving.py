@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from unified_models.checkpoint.config_files import CONFIG, QUANT_CONFIG, write_config
 from unified_models.checkpoint.match import FORMATS_KEY
@@ -18,6 +19,8 @@ from unified_models.formats import Packed
 from unified_models.model import LanguageModel
 from unified_models.weight import Table, Weight
 
+Values = Callable[[Part], Tensor]
+
 
 @torch.no_grad()
 def save(
@@ -27,6 +30,8 @@ def save(
     max_shard_bytes: int = 5_000_000_000,
     masters: bool = False,
     overwrite: bool = False,
+    parts: Sequence[Part] | None = None,
+    values: Callable[[Part], Tensor] = values_of,
 ) -> None:
     """Write a checkpoint folder that `load`, transformers and vLLM read.
 
@@ -37,6 +42,8 @@ def save(
         masters: write float32 masters instead of packed values, to go on training from; `load` gives them their
             formats back, other programs see float32.
         overwrite: replace the checkpoint of a folder that is not empty; its other files stay.
+        parts, values: what to write, and where its master values come from, if not from the model's own memory: packed
+            bytes are derived from them.
 
     Raises ValueError for a folder that holds files (unless overwrite) or when there are no masters to write;
     RuntimeError when a master is newer than its packed bytes.
@@ -49,7 +56,7 @@ def save(
         raise ValueError(f"{folder}: holds files already ({held}); pass overwrite=True to replace")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    parts = Names.of(model).parts
+    parts = Names.of(model).parts if parts is None else parts
     for part in parts:
         if masters and isinstance(part.owner, Weight) and part.owner.master is None:
             raise ValueError(f"masters=True, but {part.path} holds packed bytes only")
@@ -59,18 +66,20 @@ def save(
     partial.mkdir()
     try:
         write_config(partial, model.config.to_json())
-        _write_shards(partial, parts, masters, max_shard_bytes)
+        _write_shards(partial, parts, values, masters, max_shard_bytes)
         _move_into_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(folder: Path, parts: Iterable[Part], masters: bool, most: int) -> None:
+def _write_shards(
+    folder: Path, parts: Iterable[Part], values: Values, masters: bool, most: int
+) -> None:
     shards: list[list[Pending]] = [[]]
     formats: list[dict[str, str]] = [{}]
     filled = 0
     for part in parts:
-        tensors = list(_tensors(part, masters))
+        tensors = list(_tensors(part, values, masters))
         size = sum(tensor.size for tensor in tensors)
         if shards[-1] and filled + size > most:
             shards.append([])
@@ -93,17 +102,19 @@ def _write_shards(folder: Path, parts: Iterable[Part], masters: bool, most: int)
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _tensors(part: Part, masters: bool) -> Iterator[Pending]:
+def _tensors(part: Part, values: Values, masters: bool) -> Iterator[Pending]:
     owner = part.owner
     if masters or isinstance(owner, Table):
         dtype = torch.int64 if isinstance(owner, Table) else torch.float32
-        yield Pending(part.name, dtype, part.shape, lambda: values_of(part).to(dtype))
+        yield Pending(part.name, dtype, part.shape, lambda: values(part).to(dtype))
     else:
-        owner()  # refuses a weight that is not committed, before anything is written
-        yield from pending(part.name, owner.stored, part.shape, lambda: _packed(part, owner))
+        owner.require_committed()  # before anything is written
+        yield from pending(
+            part.name, owner.stored, part.shape, lambda: _packed(part, owner, values)
+        )
 
 
-def _packed(part: Part, owner: Weight) -> Packed:
+def _packed(part: Part, owner: Weight, values: Values) -> Packed:
     """The packed bytes of one part, in the format that checkpoints hold.
 
     One value may have several (code, scale) pairs: with power-of-two scales, where rounding took a block's maximum
@@ -112,17 +123,17 @@ def _packed(part: Part, owner: Weight) -> Packed:
     process writes the file's own bytes.
     """
     stored = owner.stored
-    if owner.format is not stored:
-        packed = stored.pack(values_of(part))
+    if owner.format is not stored or values is not values_of:
+        packed = stored.pack(values(part))
     else:
         packed = owner().packed
         if part.index is not None:
             packed = {name: values[part.index] for name, values in packed.items()}
     if stored.name not in LAYOUTS or owner.master is None:
         return packed
-    values = stored.unpack(packed, part.shape)
-    again = stored.pack(values)
-    return again if torch.equal(stored.unpack(again, part.shape), values) else packed
+    unpacked = stored.unpack(packed, part.shape)
+    again = stored.pack(unpacked)
+    return again if torch.equal(stored.unpack(again, part.shape), unpacked) else packed
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:

@@ -31,6 +31,10 @@ def values_of(part: Part) -> Tensor:
     owner = part.owner
     if isinstance(owner, Table):
         return owner.data
+    if owner.sharding is not None:
+        raise ValueError(
+            f"{owner.label}: the masters are cut over processes; adapters.fsdp.named_tensors gathers them"
+        )
     if owner.master is not None:
         master = owner.master.detach()
         return master if part.index is None else master[part.index]

@@ -70,10 +70,12 @@ def stretches(lengths: Sequence[int], count: int) -> list[Stretch]:
     total, cuts = sum(lengths), []
     for r in range(count):
         start, end = r * total // count, (r + 1) * total // count
-        at, first, parts = 0, None, []
+        at, first = 0, None
+        parts: list[tuple[int, int]] = []
         for s, length in enumerate(lengths):
             low, high = max(start - at, 0), min(end - at, length)
-            if low < high:
+            between = length == 0 and bool(parts) and at < end  # it has a number, too
+            if low < high or between:
                 first = s if first is None else first
                 parts.append((high - low, low))
             at += length

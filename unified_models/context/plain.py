@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unified_models.autograd import apply
 from unified_models.context.interface import Experts, Pool
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Rows, State
+from unified_models.formats.activations import RoundTrip
 from unified_models.ops.rounded import rounded
 from unified_models.weight import Reading, Weight
 
@@ -28,7 +30,7 @@ class PlainContext(LocalContext):
         reading = self.read(weight)
         # Wider operands where a wider result is asked: torch has no product of bf16 into float32.
         work = dtype or reading.format.activation
-        x = x if reading.format.input == "plain" else reading.seen(x)
+        x = seen(reading, x)
         x, w = x.to(work), values(reading, work)
         if weight.groups > 1:
             return torch.einsum("tgk,gnk->tgn", x, w.unflatten(0, (weight.groups, -1)))
@@ -170,7 +172,7 @@ class PlainContext(LocalContext):
     def _expert(self, x: Tensor, weight: Weight, e: int) -> Tensor:
         reading = self.read(weight)
         work = reading.format.activation
-        x = x if reading.format.input == "plain" else reading.seen(x, e)
+        x = seen(reading, x, e)
         return F.linear(x.to(work), values(reading, work)[e])
 
 
@@ -199,6 +201,13 @@ def chunk(
     added = torch.einsum("jhp,jhn->hpn", x, rounded(b * left[..., None], dtype))
     y = y + torch.exp(own)[..., None] * from_state
     return y, torch.exp(decay[-1])[:, None, None] * state + added
+
+
+def seen(reading: Reading, x: Tensor, index: int | None = None) -> Tensor:
+    """What a product reads instead of x; its gradient goes straight through, in float32."""
+    if reading.format.input == "plain":
+        return x
+    return apply(RoundTrip, x.float(), reading.seen(x.detach(), index))
 
 
 def values(reading: Reading, dtype: torch.dtype) -> Tensor:

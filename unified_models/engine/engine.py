@@ -1,16 +1,19 @@
 """The engine: requests in, tokens and their exact logprobs out, weights replaced in between."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, count
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unified_models.checkpoint import update
 from unified_models.context.interface import Context
 from unified_models.context.local import LocalContext
-from unified_models.context.memory import Memory
+from unified_models.context.memory import Memory, PackMemory
+from unified_models.context.parallel import Parallel, ParallelContext
 from unified_models.context.step import Step
 from unified_models.engine.memory import PagedMemory
 from unified_models.engine.readout import Readout
@@ -39,6 +42,8 @@ class Engine:
             keeps the states of prefixes. None: twice max_sequences. Only for models with a scan.
         poison: fill pages with NaN patterns when they change hands (a check; it costs time).
         context: what runs a step of the model.
+        parallel: the processes that share the model's experts (`um.load(experts=)`). Each has an engine and requests
+            of its own, and calls `generate`, `score` or `run` as often as the others: they step together.
 
     Results do not depend on any of these, bit for bit. A model may share its weights with a trainer in this process:
     a commit is then noticed before the next step and treated as an update.
@@ -59,6 +64,7 @@ class Engine:
         state_slots: int | None = None,
         poison: bool = False,
         context: ContextFactory = LocalContext,
+        parallel: Parallel | None = None,
     ) -> None:
         sizes = {
             "cache_tokens": cache_tokens,
@@ -73,6 +79,9 @@ class Engine:
         if type(prefix_cache) is not bool:
             raise ValueError(f"prefix_cache must be True or False, got {prefix_cache!r}")
         self.model, self._context = model, context
+        self._together = parallel.experts if parallel else None
+        if parallel is not None:
+            self._context = partial(ParallelContext, parallel=parallel)
         self._weights = [weight for _, weight in model.weights()]
         self._tables = [table for _, table in model.tables()]
         self._seen = self._fingerprint()
@@ -183,11 +192,27 @@ class Engine:
         waited = [*scheduler.running, *scheduler.waiting] if requests is None else list(requests)
         left = waited
         with bar(what, sum(request.size for request in waited)) as shown:
-            while left:
+            while self._anyone(bool(left)):
                 shown.show(lambda: sum(r.size if r.done else r.reached for r in waited))
                 if not self.step():
-                    break
+                    left = []
+                    self._idle()
                 left = [request for request in left if not request.done]
+
+    def _anyone(self, here: bool) -> bool:
+        """Whether a process has work left, of those that step together."""
+        if self._together is None:
+            return here
+        some = torch.tensor([here], dtype=torch.int32, device=self._device)
+        dist.all_reduce(some, dist.ReduceOp.MAX, group=self._together)
+        return bool(some)
+
+    @torch.no_grad()
+    def _idle(self) -> None:
+        """Take part in a step of the others: one token of nobody's, which is remembered nowhere."""
+        if self._together is not None:
+            nobody = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self.model(nobody, self._context(Step.of([1], device=self._device), PackMemory()))
 
     def abort(self, request: Request) -> None:
         """Drop a request and free its memory; nothing happens if it is done."""

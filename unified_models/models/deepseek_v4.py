@@ -142,10 +142,17 @@ class Model(LanguageModel):
         self.norm = Weight(None, cfg.hidden_size)
         self.head = Weight("vocab", cfg.vocab_size, None, cfg.hidden_size)
 
-    def forward(self, ids_T: Tensor, ctx: Context) -> Tensor:
-        streams_TXM = ctx.embed(ids_T, self.embed)[:, None].expand(-1, self.X, -1)
-        for block in self.blocks:
-            streams_TXM = block(streams_TXM, ids_T, ctx)
+    @property
+    def row(self) -> tuple[int, ...]:
+        return (self.X, self.config.hidden_size)
+
+    def start(self, ids_T: Tensor, ctx: Context) -> Tensor:
+        return ctx.embed(ids_T, self.embed)[:, None].expand(-1, self.X, -1)
+
+    def through(self, block: nn.Module, x: Tensor, ids_T: Tensor, ctx: Context) -> Tensor:
+        return block(x, ids_T, ctx)  # type: ignore[no-any-return]
+
+    def finish(self, streams_TXM: Tensor, ctx: Context) -> Tensor:
         return ops.rms_norm(self.hc_head(streams_TXM, ctx), self.norm().value, self.eps)
 
     def logits(self, hidden_TM: Tensor, ctx: Context) -> Tensor:

@@ -119,10 +119,10 @@ class Model(LanguageModel):
         head = cfg.quantization.stated("lm_head")
         self.head = Weight("vocab", cfg.vocab_size, None, cfg.hidden_size, format=head)
 
-    def forward(self, ids_T: Tensor, ctx: Context) -> Tensor:
-        x_TM = ctx.embed(ids_T, self.embed)
-        for block in self.blocks:
-            x_TM = block(x_TM, ctx)
+    def start(self, ids_T: Tensor, ctx: Context) -> Tensor:
+        return ctx.embed(ids_T, self.embed)
+
+    def finish(self, x_TM: Tensor, ctx: Context) -> Tensor:
         return ops.rms_norm(x_TM, self.norm().value, self.eps)
 
     def logits(self, hidden_TM: Tensor, ctx: Context) -> Tensor:

@@ -12,7 +12,7 @@ import msgspec
 from unified_models.rl.losses import CORRECTIONS, LOSSES
 from unified_models.rl.tasks import TASKS
 
-ENGINES = ("embedded",)
+ENGINES = ("embedded", "vllm")
 MODES = ("consistent", "baseline")
 CHECKS = ("stop", "report", "off")
 FREE = ("out", "steps", "checkpoint_every")
@@ -165,6 +165,10 @@ class Config(_Strict, frozen=True, kw_only=True):
             _one_of("check", self.check, CHECKS)
         if self.mode == "baseline" and self.check == "stop":
             raise ValueError("check = 'stop' with mode = 'baseline', whose bits differ by design")
+        if self.mode == "baseline" and self.engine != "embedded":
+            raise ValueError(
+                f"engine = {self.engine!r} with mode = 'baseline'; only 'embedded' has plain operators"
+            )
         _least(self, steps=1, checkpoint_every=1, threads=1)
         if not self.out:
             raise ValueError("out = ''; the folder of the run")

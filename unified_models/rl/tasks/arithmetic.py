@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from unified_models.rl.tasks.task import Part, Problem, numbers
 from unified_models.rl.tasks.tokenizer import EOS, encode
 
-
 LARGEST = 5
 """Of the digits."""
 

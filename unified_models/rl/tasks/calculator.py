@@ -14,7 +14,7 @@ LARGEST = 5
 
 
 class Calculator:
-    r"""`Add with the tool: 3+4\n` - `?3+4\n` - tool: `7\n` - `=7` and the end of the answer.
+    r"""`Call: 3+4\n` - `?3+4\n` - tool: `7\n` - `=7` and the end of the answer.
 
     The tool adds what it is asked to add; a call that it cannot read is answered by `!\n`. Reward: 1 if the last turn
     is `=` and the sum, else 0.2 if the call was right, else 0.
@@ -27,7 +27,7 @@ class Calculator:
         """Two digits, each from 0 to LARGEST."""
         draw = numbers(self.name, "problem", seed, step, index)
         a, b = draw.randrange(LARGEST + 1), draw.randrange(LARGEST + 1)
-        return Problem(f"Add with the tool: {a}+{b}\n", a, b)
+        return Problem(f"Call: {a}+{b}\n", a, b)
 
     def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:
         """After the first turn, the sum of what was asked for; nothing after the second."""
@@ -54,7 +54,7 @@ class Calculator:
                 off = draw.choice((-3, -2, -1, 1, 2, 3))
         told = a + asked
         return [
-            Part(encode(f"Add with the tool: {a}+{b}\n"), False),
+            Part(encode(f"Call: {a}+{b}\n"), False),
             Part(encode(f"?{a}+{asked}\n"), True),
             Part(encode(f"{told}\n"), False),
             Part([*encode(f"={abs(told + off)}"), EOS], True),

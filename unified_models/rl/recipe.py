@@ -28,11 +28,16 @@ Record = dict[str, Any]
 
 
 def run(
-    config: Config, out: str | Path | None = None, rollout: Rollout | None = None
+    config: Config,
+    out: str | Path | None = None,
+    *,
+    rollout: Rollout | None = None,
+    trainer: Trainer | None = None,
 ) -> Iterator[Record]:
     """Do what is left of a run, and yield the metrics of each step as they are written.
 
-    out: the folder, default config.out. rollout: an engine that has the starting weights; default: the embedded one.
+    out: the folder, default config.out. rollout, trainer: others than the embedded engine and the trainer in this
+    process; both have the starting weights (`load_start`).
 
     Raises:
         ValueError: the folder holds a run of another config, or the model's vocabulary is too small for bytes.
@@ -40,7 +45,7 @@ def run(
             was compared (any check but "off").
     """
     torch.set_num_threads(config.threads)
-    recipe = Recipe(config, Storage(out or config.out, config), rollout)
+    recipe = Recipe(config, Storage(out or config.out, config), rollout, trainer)
     recipe.begin()
     with bar("training", config.steps) as shown:
         shown.advance(recipe.steps)
@@ -53,10 +58,15 @@ def run(
             yield record
 
 
+def start_folder(config: Config, folder: Path) -> Path:
+    """Where the checkpoint is that training starts from; `load_start` makes it where it is a tiny one."""
+    return Path(config.model.folder or folder / "start")
+
+
 def load_start(config: Config, folder: Path) -> LanguageModel:
     """The model that training starts from: a checkpoint, or a tiny random one made in `folder`/start. ValueError: its
     vocabulary is too small."""
-    source = Path(config.model.folder or folder / "start")
+    source = start_folder(config, folder)
     if config.model.architecture and not source.exists():
         write_tiny(config.model.architecture, source, config.model.overrides, seed=config.seed)
     model = load(source, numerics=config.model.numerics)
@@ -70,11 +80,17 @@ def load_start(config: Config, folder: Path) -> LanguageModel:
 class Recipe:
     """One run in memory. steps: done so far; accepted: steps in a row without an unequal bit."""
 
-    def __init__(self, config: Config, storage: Storage, rollout: Rollout | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        storage: Storage,
+        rollout: Rollout | None = None,
+        trainer: Trainer | None = None,
+    ) -> None:
         self.config, self.storage, self.task = config, storage, TASKS[config.task]
         self.steps = self.accepted = 0
         context = CONTEXTS[config.mode]
-        self.trainer: Trainer = LocalTrainer(
+        self.trainer: Trainer = trainer or LocalTrainer(
             load_start(config, storage.folder),
             micro_batch=config.train.micro_batch,
             max_grad_norm=config.train.max_grad_norm,
@@ -115,11 +131,15 @@ class Recipe:
         seed, the step and the place."""
         self.storage.save(self.steps, self.trainer.state(), {"accepted": self.accepted})
 
+    def sync(self) -> None:
+        """Give the engine the trainer's weights, under the trainer's version, unless it has them."""
+        if self.trainer.version > self.rollout.version:
+            self.rollout.update(self.trainer.named_tensors(), self.trainer.version)
+
     def step(self) -> Record:
         """One step; its metrics. See docs/rl.md for what each means."""
         config, began = self.config, perf_counter()
-        if self.trainer.version > self.rollout.version:
-            self.rollout.update(self.trainer.named_tensors(), self.trainer.version)
+        self.sync()
         version, hits = self.rollout.version, self.rollout.prefix_hits
         episodes = roll_out(
             self.rollout,

@@ -1,0 +1,26 @@
+"""What a weight knows of the processes that its master is cut over; a trainer's adapter says the rest."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Sharding(Protocol):
+    """Where a weight's master lies, if it is cut over processes and made whole around a forward."""
+
+    @property
+    def owned(self) -> Tensor:
+        """The tensor that the optimizer changes; its version is the weight's."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether the packed bytes stay after a commit. If not they are derived at each reading."""
+
+    def meet(self, master: Tensor | None) -> None:
+        """Called at each reading, with the master as it is then."""
+
+
+def whole(t: Tensor) -> Tensor:
+    """A DTensor's full value, gathered from all processes; any other tensor itself."""
+    gathered: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return gathered
