@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def megatron() -> str:
     """Where it was found; processes that tests start find it, too. Skips with the reason where there is none, unless
-    REQUIRE_VLLM=1 asks for all that adapters need."""
+    REQUIRE_TRAINERS=1 asks for it."""
     folder, told = Path(sys.prefix, "megatron"), Path(sys.prefix, "megatron.txt")
     if not there() and (folder / "megatron" / "core").is_dir():
         sys.path.append(str(folder))  # not first: it brings nothing else
@@ -19,7 +19,7 @@ def megatron() -> str:
         reason = (
             f"no megatron-core: {told.read_text().strip() if told.exists() else 'not installed'}"
         )
-        if os.environ.get("REQUIRE_VLLM") == "1":
+        if os.environ.get("REQUIRE_TRAINERS") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
     spec = find_spec("megatron.core")

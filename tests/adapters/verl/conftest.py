@@ -20,12 +20,12 @@ NAMES = ("nemotron_h", "deepseek_v4")
 
 @pytest.fixture(scope="session")
 def verl() -> Path:
-    """Its interpreter; skips with the reason where there is none, unless REQUIRE_VLLM=1 asks for it."""
+    """Its interpreter; skips with the reason where there is none, unless REQUIRE_TRAINERS=1 asks for it."""
     python = VENV / "bin/python"
     if not python.exists():
         told = Path(sys.prefix, "verl.txt")
         reason = f"no verl: {told.read_text().strip() if told.exists() else f'no {python}'}"
-        if os.environ.get("REQUIRE_VLLM") == "1":
+        if os.environ.get("REQUIRE_TRAINERS") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
     return python
