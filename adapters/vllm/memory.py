@@ -1,11 +1,12 @@
 """The `Memory` of one vLLM step: our slots, read from and written to vLLM's pages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from unified_models.adapters.vllm.backend import Metadata
 from unified_models.adapters.vllm.caches import HEADER, Cache
 from unified_models.context.lists import numbers
 from unified_models.context.memory import Readable
@@ -24,10 +25,14 @@ class Places:
 
 @dataclass
 class VllmMemory:
-    """caches: of every slot that rows are kept for, by slot. Layers of one group share their index tensors."""
+    """caches: of every slot that rows are kept for, by slot. Layers of one group share their index tensors.
+
+    members: of the requests that vLLM scheduled, those of this step; None: all.
+    """
 
     step: Step
     caches: Mapping[Slot, Cache]
+    members: Sequence[int] | None = None
     _known: dict[tuple[int, int, int | None], tuple[Places, Places]] = field(default_factory=dict)
 
     def rows(
@@ -77,6 +82,8 @@ class VllmMemory:
     def _pages(self, cache: Cache, sequence_N: Tensor, number_N: Tensor) -> Tensor:
         metadata = cache.metadata
         assert metadata is not None, "a step with a past has pages"
+        if self.members is not None:
+            sequence_N = torch.tensor(self.members, device=sequence_N.device)[sequence_N]
         return metadata.pages_SK[sequence_N, number_N]
 
     def _check(self, cache: Cache, pages: Tensor, first: Tensor, held: Tensor | int) -> None:
@@ -121,3 +128,36 @@ class VllmMemory:
         number_N = numbers(first_S, counts_S)
         pages = self._pages(cache, owners(counts_S), number_N // cache.rows_per_page)
         return Places(pages, number_N % cache.rows_per_page, counts_S.cumsum(0) - end_S)
+
+
+def waves(caches: Iterable[Cache], metadata: Metadata) -> list[list[int]]:
+    """The requests of a vLLM step in the order in which they must run: mostly all at once.
+
+    vLLM counts a page as a prefix hit in the very step that fills it. Rows are written before they are read, so a layer
+    may do both; a scan's state is there only when the request that fills its page has run.
+    """
+    count = len(metadata.lengths)
+    before: dict[int, set[int]] = {s: set() for s in range(count)}
+    for cache in {
+        (id(c.metadata), c.tokens): c for c in caches if isinstance(c.slot, State)
+    }.values():
+        assert cache.metadata is not None
+        spans = [
+            (past // cache.tokens, (past + length) // cache.tokens)
+            for past, length in zip(metadata.past, metadata.lengths, strict=True)
+        ]
+        if sum(first > 0 for first, _ in spans) == 0 or all(first == end for first, end in spans):
+            continue
+        pages = cache.metadata.pages_SK.tolist()
+        filled = {pages[s][c]: s for s, (first, end) in enumerate(spans) for c in range(first, end)}
+        for s, (first, _) in enumerate(spans):
+            other = filled.get(pages[s][first - 1], s) if first else s
+            before[s] |= {other} - {s}
+    order: list[list[int]] = []
+    left = list(range(count))
+    while left:
+        ready = [s for s in left if not before[s] & set(left)]
+        assert ready, f"requests wait for each other: {before}"
+        order.append(ready)
+        left = [s for s in left if s not in ready]
+    return order

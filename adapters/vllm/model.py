@@ -1,18 +1,21 @@
 """The one class that vLLM builds for every architecture of the zoo."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 
 from unified_models import registry
 from unified_models.adapters.vllm import report
+from unified_models.adapters.vllm.backend import Metadata
 from unified_models.adapters.vllm.caches import Cache, caches, level
 from unified_models.adapters.vllm.config import NUMERICS
-from unified_models.adapters.vllm.memory import VllmMemory
+from unified_models.adapters.vllm.memory import VllmMemory, waves
 from unified_models.adapters.vllm.weights import load
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Slot, State
@@ -74,12 +77,33 @@ class UnifiedForCausalLM(nn.Module):
             step = Step.of([len(input_ids)], device=input_ids.device)
             self._ctx = LocalContext(step)
         else:
+            self._tell_groups()
+            order = waves(self.caches, metadata)
+            if len(order) > 1:
+                return self._in_waves(input_ids, metadata, order)
             step = Step.of(metadata.lengths, metadata.past, input_ids.device)
             self._ctx = LocalContext(step, VllmMemory(step, self.by_slot))
-            self._tell_groups()
         hidden: Tensor = self.zoo(input_ids[: step.num_tokens].long(), self._ctx)
         missing = len(input_ids) - step.num_tokens
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+
+    def _in_waves(
+        self, input_ids: Tensor, metadata: Metadata, order: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """The hidden rows of a step whose requests cannot all run at once; no row knows the difference."""
+        starts = [0, *accumulate(metadata.lengths)]
+        hidden = torch.zeros(0)
+        for members in order:
+            lengths, past = ([of[s] for s in members] for of in (metadata.lengths, metadata.past))
+            step = Step.of(lengths, past, input_ids.device)
+            rows = [row for s in members for row in range(starts[s], starts[s + 1])]
+            at = torch.tensor(rows, device=input_ids.device)
+            self._ctx = LocalContext(step, VllmMemory(step, self.by_slot, members))
+            part = self.zoo(input_ids[at].long(), self._ctx)
+            if not hidden.numel():
+                hidden = part.new_zeros(len(input_ids), *part.shape[1:])
+            hidden[at] = part
+        return hidden
 
     def _tell_groups(self) -> None:
         """Once: the blocks that vLLM made of our pages, and what is lost in them."""

@@ -34,6 +34,7 @@ class Layout(NamedTuple):
     ep: int = 1
 
 
+PLAIN = ("dp2", "ep2", "pp2", "cp2")
 CROSSINGS = (("ep2", "ep2"), ("ep2", "dp2"), ("dp2", "ep2"), ("pp2", "dp2"), ("ep2", "pp2"))
 """A layout that wrote a checkpoint, and one that reads it."""
 LAYOUTS = {
@@ -231,10 +232,10 @@ def layouts_job(
 def everything_job(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """All that one model is asked for: its layouts as deployed, with checkpoints, and unquantised; refusals."""
     shim.install()
-    place = folder.parent
+    place, plain = folder.parent, [name for name in names if name in PLAIN]
     return {
         "deployed": layouts_job(folder, "deployed", place / "deployed", names, True),
-        "float32": layouts_job(folder, "float32", place / "float32", names, False),
+        "float32": layouts_job(folder, "float32", place / "float32", plain, False),
         "refusals": refusals(folder),
     }
 

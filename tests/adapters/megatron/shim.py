@@ -76,6 +76,8 @@ def mend() -> None:
         DistributedOptimizer._set_main_param_and_optimizer_states,
     )
 
+    steps: list[float] = []
+
     def state_dict(self: Any) -> Any:
         inner = self.optimizer
         if not inner.state:
@@ -84,8 +86,13 @@ def mend() -> None:
                     zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                     inner.state[p] = {"step": torch.tensor(0.0), **zeros}
         if inner.state:
-            return told(self)
-        return {"optimizer": {"param_groups": []}}
+            state = told(self)
+            steps[:] = [state["optimizer"]["param_groups"][0]["step"]]
+            return state
+        # A stage without experts: the optimizer of all else comes first, and knows the step.
+        groups = inner.state_dict()["param_groups"]
+        kept = [{k: v for k, v in g.items() if k != "params"} | {"step": steps[0]} for g in groups]
+        return {"optimizer": {"param_groups": kept}}
 
     def load_state_dict(self: Any, state: Any) -> None:
         loaded(self, state)

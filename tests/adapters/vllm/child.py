@@ -77,6 +77,15 @@ def ours(folder: str) -> Any:
     return found
 
 
+def together(folder: str) -> Any:
+    """Equal prompts longer than a page, and longer ones with the same beginning, all in one step."""
+    llm = start(folder, **OURS, enable_prefix_caching=True, max_num_batched_tokens=256)
+    numbers = random.Random(5)
+    whole = [numbers.randrange(512) for _ in range(53)]
+    given = [whole[:20]] * 4 + [whole[:37], whole, whole[:53]]
+    return {"outs": sample(llm, given, 5), "runner": runner(llm)}
+
+
 def groups(model: Any) -> list[dict[str, int]]:
     """The blocks that vLLM made of the model's pages."""
     return [{**vars(group), "lost": group.lost} for group in model.groups]
@@ -258,6 +267,7 @@ JOBS: dict[str, Callable[[str], Any]] = {
         ours,
         v2_runner,
         both_classes,
+        together,
         refused_settings,
         refused_requests,
         foreign,

@@ -170,6 +170,24 @@ def test_pages_of_other_weights_are_not_used_A31(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v4"])
+def test_requests_that_hit_pages_of_their_own_step(
+    name: str, checkpoint: Checkpoint, child: Child
+) -> None:
+    """vLLM counts a page as a prefix hit in the step that fills it: a group of equal prompts is such a case."""
+    folder = checkpoint(name)
+    outs = child("together", folder)["outs"]
+    assert sum(out["cached"] for out in outs) >= 3 * 16, [out["cached"] for out in outs]
+    model = um.load(folder, progress=False)
+    trained = um.logprobs(model, [out["prompt"] + out["ids"] for out in outs], 0.7)
+    told = um.verify.bits(
+        [torch.tensor(out["logprobs"], dtype=torch.float32) for out in outs],
+        [lp[len(out["prompt"]) - 1 :] for lp, out in zip(trained, outs, strict=True)],
+    )
+    assert (told.compared, told.unequal) == (7 * 5, 0)
+
+
+@pytest.mark.slow
 def test_settings_that_are_not_exact_are_refused_A19_A20_B10_B17(
     checkpoint: Checkpoint, child: Child
 ) -> None:
