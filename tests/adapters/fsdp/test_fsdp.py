@@ -184,31 +184,6 @@ def test_resuming_is_exact_whatever_the_layout_E10_F17(
     assert (told.compared, told.unequal) == (TOKENS, 0)
 
 
-def changing(folder: Path) -> list[str]:
-    """What a backward says after the masters changed since its forward."""
-    told = []
-    for recompute in (False, True):
-        model, _, mine = wrapped(folder, "dp")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model.commit_after(optimizer)
-        lps = um.logprobs(model, mine, recompute=recompute)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        try:
-            torch.cat(lps).sum().backward()
-            told.append("nothing")
-        except RuntimeError as error:
-            told.append(str(error))
-    return told
-
-
-@pytest.mark.slow(30)
-def test_a_backward_over_changed_masters_is_refused(folder: Path, tmp_path: Path) -> None:
-    for told in run(changing, 2, tmp_path, folder):
-        assert len(told) == 2 and all("the master changed" in line for line in told), told
-
-
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     um.make_tiny("qwen3", tmp_path / "qwen3")
     run(refusing, 1, tmp_path, tmp_path / "qwen3")
@@ -227,21 +202,3 @@ def refusing(folder: Path) -> None:
         dict(um.named_tensors(model))
     with pytest.raises(ValueError, match="cut over processes"):
         model.embed.assign(torch.zeros(model.embed.shape))
-
-
-def following(code: str, folder: Path) -> list[int]:
-    """Run what docs/training.md shows, in processes that are already set up."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MODEL", str(folder))
-        patch.setattr(dist, "init_process_group", lambda backend: None)
-        names: dict[str, Any] = {}
-        exec(compile(code, "docs/training.md", "exec"), names)
-    return [len(lp) for lp in names["lps"]]
-
-
-@pytest.mark.slow(20)
-def test_the_page_on_training_runs_as_written(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
-    (code,) = (part.split("```")[0] for part in page.split("```python\n")[1:])
-    um.make_tiny("nemotron_h", tmp_path / "model")
-    assert run(following, 2, tmp_path, code, tmp_path / "model") == [[3], [2]]
