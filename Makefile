@@ -1,6 +1,6 @@
 # `make` lists what there is. demo and test set up all they need, on a bare machine too.
 VENV ?= .venv
-export PYTHON TORCH VLLM
+export PYTHON TORCH TRAINERS VLLM
 # One thread a process: the tests run side by side, and OpenMP threads on busy cores spin.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 JOBS ?= 2
@@ -15,12 +15,15 @@ help: ## this list
 $(VENV)/.ready: pyproject.toml .ci/setup
 	@bash .ci/setup $(VENV)
 
+$(VENV)/.trainers: .ci/trainers | $(VENV)/.ready
+	@bash .ci/trainers $(VENV)
+
 setup: $(VENV)/.ready ## the virtual environment (VENV=.venv, PYTHON=python3, TORCH=2.13.0, VLLM=no)
 
 demo: $(VENV)/.ready ## generate with tiny models, and compare every logprob with the training forward
 	$(VENV)/bin/unified-models demo
 
-test: lint ## lint, types and all tests (JOBS=2, PYTEST_ARGS="-k rope")
+test: lint $(VENV)/.trainers ## lint, types and all tests (JOBS=2, TRAINERS=no, PYTEST_ARGS="-k rope")
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
 test-gpu: ## what needs a GPU, in the environment at hand (GPU_PYTHON=python3)

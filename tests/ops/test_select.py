@@ -1,15 +1,13 @@
 """select: the indexer's entries by one written rule: ties, NaN, short rows, and memory that does not grow."""
 
 import math
-import weakref
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.memory import Peak
 from unified_models.ops import select as package
 from unified_models.ops.select import scores, select, top
 from unified_models.ops.select.reference import scores as reference_scores
@@ -121,27 +119,6 @@ def test_600_equal_scores_C03(value: float) -> None:
         full = torch.full((25,), 600)
         picks = select(qs, torch.ones(25, 2), rows, torch.zeros_like(full), full, 512)
         assert picks[place].tolist() == want
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of tensors alive at once, of those made while this lasts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-
-    def freed(self, size: int) -> None:
-        self.alive -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, Tensor) and t._base is None and not any(t is a for a in args):
-                size = t.untyped_storage().nbytes()
-                self.alive += size
-                self.peak = max(self.peak, self.alive)
-                weakref.finalize(t, self.freed, size)
-        return out
 
 
 def test_memory_of_64k_entries_C26(monkeypatch: pytest.MonkeyPatch) -> None:

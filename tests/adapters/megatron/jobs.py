@@ -229,6 +229,32 @@ def layouts_job(
     return out
 
 
+def plain_steps(model: Any, steps: int, turn: int = 1, parallel: Any = None) -> dict[str, Tensor]:
+    """Main parameters after steps of torch's AdamW without Megatron. turn: -1 adds gradients of packs in other order.
+    parallel: of context parallelism, over all processes."""
+    import torch.distributed as dist
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    options = {"lr": RATES["lr"], "eps": RATES["adam_eps"], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(trained, **options)
+    model.commit_after(optimizer)
+    shared = {} if parallel is None else {"parallel": parallel}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        tokens = 0
+        for pack in packs()[::turn]:
+            total, count, _ = weighted(um.logprobs(model, pack, TEMPERATURE, **shared), None)
+            total.backward()
+            tokens += count
+        for p in trained:
+            assert p.grad is not None
+            if parallel is not None:
+                dist.all_reduce(p.grad)
+            p.grad /= tokens
+        optimizer.step()
+    return {path: w.master.detach() for path, w in model.weights() if not w.frozen}
+
+
 def everything_job(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """All that one model is asked for: its layouts as deployed, with checkpoints, and unquantised; refusals."""
     shim.install()
@@ -236,8 +262,22 @@ def everything_job(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     return {
         "deployed": layouts_job(folder, "deployed", place / "deployed", names, True),
         "float32": layouts_job(folder, "float32", place / "float32", plain, False),
+        "plain": {"cp2": {"mains": plain_cp(folder, place)}},
         "refusals": refusals(folder),
     }
+
+
+def plain_cp(folder: Path, place: Path) -> Path:
+    """Three steps under context parallelism without Megatron: a file of main parameters."""
+    import torch.distributed as dist
+
+    from unified_models.context.parallel import Parallel
+
+    model = um.load(folder, progress=False)
+    mains = plain_steps(model, STEPS, parallel=Parallel(tokens=dist.group.WORLD))
+    file = place / f"plain.{dist.get_rank()}.pt"
+    torch.save(mains, file)
+    return file
 
 
 def refusals(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import unified_models as um
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-VENV = Path(os.environ.get("VERL_VENV", ROOT / ".venv-verl"))
+VENV = Path(os.environ.get("VERL_VENV", f"{sys.prefix}-verl"))
 NAMES = ("nemotron_h", "deepseek_v4")
 
 
