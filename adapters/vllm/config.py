@@ -112,6 +112,10 @@ def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
         )
     if vllm_config.lora_config is not None:
         wrong.append(("LoRA adds to products outside our operators", "enable_lora=True"))
+    load_format = getattr(vllm_config.load_config, "load_format", None)
+    if load_format == "dummy":
+        why = "the number formats of weights are read from the checkpoint"
+        wrong.append((f"load_format must be 'auto': {why}", load_format))
     outputs = getattr(vllm_config, "aux_output_config", model)
     if getattr(outputs, "enable_return_routed_experts", False):
         wrong.append(("the experts of a token are not returned: equal bits need no replay", True))

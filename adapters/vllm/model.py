@@ -16,7 +16,9 @@ from unified_models.adapters.vllm.backend import Metadata
 from unified_models.adapters.vllm.caches import Cache, caches, level
 from unified_models.adapters.vllm.config import NUMERICS
 from unified_models.adapters.vllm.memory import VllmMemory, waves
-from unified_models.adapters.vllm.weights import load
+from unified_models.adapters.vllm.weights import load, still_missing
+from unified_models.checkpoint.shards import some
+from unified_models.checkpoint.sync import update
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Slot, State
 from unified_models.context.step import Step
@@ -32,17 +34,20 @@ class UnifiedForCausalLM(nn.Module):
         raw = vllm_config.model_config.hf_config.raw
         module = registry.find(raw["model_type"])
         self.numerics: str = (vllm_config.additional_config or {}).get("numerics", NUMERICS[0])
-        # Not a child module: vLLM's reload would replace every child's tensors by empty ones and wait for loaders of
-        # its own kind. Ours change in place, all at once, after everything was checked.
-        self.zoo: LanguageModel
-        self.__dict__["zoo"] = module.Model(module.Config.from_json(raw))
-        self.zoo.requires_grad_(False)
-        self.zoo.name_parts()
+        # Called `model`, as in vLLM's own classes: verl looks there. Not a child module: vLLM's reload would replace
+        # every child's tensors by empty ones and wait for loaders of its own kind. Ours change in place, all at once,
+        # after everything was checked.
+        self.model: LanguageModel
+        self.__dict__["model"] = module.Model(module.Config.from_json(raw))
+        self.model.requires_grad_(False)
+        self.model.name_parts()
         if self.numerics == "float32":
-            for slot in self.zoo.slots().values():
+            for slot in self.model.slots().values():
                 slot.plain()
         page_tokens = vllm_config.cache_config.block_size
-        made = list(caches(self.zoo.slots().values(), page_tokens, f"{prefix}." if prefix else ""))
+        made = list(
+            caches(self.model.slots().values(), page_tokens, f"{prefix}." if prefix else "")
+        )
         level(made)
         known = vllm_config.compilation_config.static_forward_context
         for cache in made:
@@ -54,14 +59,14 @@ class UnifiedForCausalLM(nn.Module):
         for cache in made:
             if isinstance(cache.slot, State):
                 self.by_slot[cache.slot.open] = cache
-        self.filled = False
+        self.filled, self.missing = False, set[str]()
         self.groups: list[report.Group] = []
         self._ctx: LocalContext | None = None
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Rows of the embedding; vLLM asks a text model for it, and calls `forward` with ids."""
         ctx = LocalContext(Step.of([len(input_ids)], device=input_ids.device))
-        return ctx.embed(input_ids.long(), cast(Weight, self.zoo.embed))
+        return ctx.embed(input_ids.long(), cast(Weight, self.model.embed))
 
     def forward(
         self,
@@ -72,6 +77,7 @@ class UnifiedForCausalLM(nn.Module):
         **_: Any,
     ) -> Tensor:
         """Hidden rows of all tokens, those of padding zero. Without metadata (vLLM measures memory) one pack."""
+        self.require_whole()
         metadata = self.caches[0].metadata
         if metadata is None:
             step = Step.of([len(input_ids)], device=input_ids.device)
@@ -83,7 +89,7 @@ class UnifiedForCausalLM(nn.Module):
                 return self._in_waves(input_ids, metadata, order)
             step = Step.of(metadata.lengths, metadata.past, input_ids.device)
             self._ctx = LocalContext(step, VllmMemory(step, self.by_slot))
-        hidden: Tensor = self.zoo(input_ids[: step.num_tokens].long(), self._ctx)
+        hidden: Tensor = self.model(input_ids[: step.num_tokens].long(), self._ctx)
         missing = len(input_ids) - step.num_tokens
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
 
@@ -99,7 +105,7 @@ class UnifiedForCausalLM(nn.Module):
             rows = [row for s in members for row in range(starts[s], starts[s + 1])]
             at = torch.tensor(rows, device=input_ids.device)
             self._ctx = LocalContext(step, VllmMemory(step, self.by_slot, members))
-            part = self.zoo(input_ids[at].long(), self._ctx)
+            part = self.model(input_ids[at].long(), self._ctx)
             if not hidden.numel():
                 hidden = part.new_zeros(len(input_ids), *part.shape[1:])
             hidden[at] = part
@@ -116,7 +122,7 @@ class UnifiedForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [rows, vocabulary]. FloatingPointError: a NaN, as from pages of other weights."""
         ctx = self._ctx or LocalContext(Step.of([len(hidden_states)], device=hidden_states.device))
-        logits = self.zoo.logits(hidden_states, ctx)
+        logits = self.model.logits(hidden_states, ctx)
         if logits.isnan().any():
             row = int(logits.isnan().any(-1).nonzero()[0])
             raise FloatingPointError(
@@ -126,14 +132,34 @@ class UnifiedForCausalLM(nn.Module):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """A checkpoint's tensors, packed ones with their scales; later also masters by their checkpoint names.
+        """A checkpoint's tensors, packed ones with their scales; later also masters by their checkpoint names, in as
+        many calls as the sender likes: no forward runs until all have come.
 
         What the caches hold is of the old weights then, and is spoilt: read by mistake, it shows.
         """
-        names = load(self.zoo, weights, self.numerics, self.filled)
+        names = load(self.model, weights, self.numerics, self.filled)
         if not self.filled:
-            logging.getLogger("vllm.unified_models").info("%s", report.text(self.zoo, self.caches))
+            logging.getLogger("vllm.unified_models").info(
+                "%s", report.text(self.model, self.caches)
+            )
+        self.filled, missing = True, still_missing(self.model, self.missing, names)
+        self._replaced(missing)
+        return names
+
+    def replace_weights(self, masters: Iterable[tuple[str, Tensor]]) -> None:
+        """All masters and tables in one call. ValueError listing every problem, as `checkpoint.update`; nothing has
+        changed then."""
+        update(self.model, masters)
+        self._replaced(set())
+
+    def _replaced(self, missing: set[str]) -> None:
+        self.missing = missing
         for cache in self.caches:
             cache.spoil()
-        self.filled = True
-        return names
+
+    def require_whole(self) -> None:
+        """RuntimeError: an update of the weights has begun, and not ended."""
+        if self.missing:
+            raise RuntimeError(
+                f"{len(self.missing)} tensors of the new weights have not come: {some(sorted(self.missing))}"
+            )

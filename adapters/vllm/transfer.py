@@ -52,9 +52,9 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: Update) -> None:
         """ValueError listing every problem; nothing has changed then. RuntimeError: what this process now reads is not
         what the trainer reads."""
-        self.model.load_weights(load_file(update_info.path).items())
+        self.model.replace_weights(load_file(update_info.path).items())
         if update_info.digests:
-            require_same(digests(self.model.zoo), update_info.digests)
+            require_same(digests(self.model.model), update_info.digests)
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:

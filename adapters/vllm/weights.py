@@ -38,14 +38,21 @@ def load(
     """Fill the model, or replace what it holds; the names that were given.
 
     The first time, and whenever packed tensors come: as a checkpoint, formats by the tensors, without masters. Later on
-    plain tensors are masters, as a trainer holds them (`checkpoint.update`).
+    plain tensors are masters, as a trainer holds them (`checkpoint.update`), all of them or some.
     Raises ValueError listing every problem before the first byte changes.
     """
     given = Given(tensors)
     if filled and all(stored.dtype in (*PLAIN, *WHOLE) for stored in given.tensors.values()):
-        update(model, given.held.items())
+        update(model, given.held.items(), strict=False)
         return set(given.tensors)
     device = next(t.device for t in (*model.parameters(), *model.buffers()))
     found = match(Names.of(model), given, {})
     fill(model, given, found, device, numerics, weights="packed", progress=False)
     return set(given.tensors)
+
+
+def still_missing(model: LanguageModel, waiting: set[str], given: set[str]) -> set[str]:
+    """The names of an update that are to come, after `given` came; waiting: those before it, none where it begins."""
+    names = Names.of(model)
+    arrived = {part.name for name in given if (part := names.by_name.get(name)) is not None}
+    return (waiting or {part.name for part in names.parts}) - arrived

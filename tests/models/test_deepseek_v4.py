@@ -47,6 +47,14 @@ def test_temperature_against_float64_A01(tiny, plain, tokens) -> None:
     assert (got - other).abs().max() > 1e-2
 
 
+def test_one_output_group_against_float64(tiny, plain, tokens) -> None:
+    """o_groups = 1: the output projection is one matrix."""
+    model, ids = tiny("float32", o_groups=1), tokens(40)
+    with torch.no_grad():
+        got, want = um.logprobs(model, [ids])[0].double(), plain(model).logprobs(ids)
+    assert (got - want).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
 def test_other_distributions_are_refused_A02(name: str) -> None:
     value = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}[name]

@@ -297,6 +297,19 @@ def test_groups_must_agree(make_weight) -> None:
             linear(torch.zeros(shape), weight())
 
 
+def test_one_group_either_way(make_weight, same_bits) -> None:
+    """[T, 1, K] of a weight that is one group, as [T, K]: the same bits, forward and backward."""
+    weight, x = make_weight(values(64, 8)), torch.randn(5, 64)
+    flat, grouped = x.clone().requires_grad_(), x[:, None].clone().requires_grad_()
+    (want,), (got,) = linear(flat, weight()), linear(grouped, weight())
+    assert got.shape == (5, 1, 8)
+    assert same_bits(got[:, 0], want, "one group") == 40
+    dy = torch.randn(5, 8).to(want.dtype)
+    want.backward(dy)
+    got.backward(dy[:, None])
+    assert same_bits(grouped.grad[:, 0], flat.grad, "its gradient") == 5 * 64
+
+
 def test_a_stack_of_matrices_is_refused(make_weight) -> None:
     stack = make_weight(torch.zeros(3, 8, 64))
     with pytest.raises(ValueError, match=r"takes a matrix, got a weight of shape \(3, 8, 64\)"):

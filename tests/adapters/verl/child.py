@@ -164,21 +164,28 @@ def flipped(data: TensorDict, i: int, j: int) -> TensorDict:
     return data
 
 
-def on_policy(folder: Path) -> Any:
-    """The rollout's logprobs under verl's own metrics and loss; then faults."""
-    made = engine(folder)
-    outs = rollout(um.load(folder))
-    data = batch(outs)
-    told = infer(made, data)
-    old, mask, lps = told["log_probs"], data["response_mask"], data["rollout_log_probs"]
+def debug(data: TensorDict, old: Tensor) -> list[float]:
+    """verl's own rollout_probs_diff_{valid,max,mean,std}, and k3."""
+    lps, mask = data["rollout_log_probs"], data["response_mask"]
     fields = {
         "rollout_log_probs": lps,
         "old_log_probs": old,
         "response_mask": mask,
         "responses": data["responses"],
     }
-    debug = calculate_debug_metrics(DataProto.from_dict(fields))
+    told = calculate_debug_metrics(DataProto.from_dict(fields))
     k3 = compute_offpolicy_metrics(old, lps, mask.bool())["k3_kl"]
+    names = ("valid", "max", "mean", "std")
+    return [*(float(told[f"training/rollout_probs_diff_{name}"]) for name in names), float(k3)]
+
+
+def on_policy(folder: Path) -> Any:
+    """The rollout's logprobs under verl's own metrics and loss; then faults."""
+    made = engine(folder)
+    outs = rollout(um.load(folder))
+    data = batch(outs)
+    told = infer(made, data)
+    old, mask = told["log_probs"], data["response_mask"]
     whole = [p + list(ids) for p, (ids, _) in zip(PROMPTS, outs, strict=True)]
     again = um.logprobs(um.load(folder), whole, TEMPERATURE)
     mine = bits(
@@ -187,8 +194,7 @@ def on_policy(folder: Path) -> Any:
     )
     found: dict[str, Any] = {
         "class": type(made).__name__,
-        "debug": {key.removeprefix("training/"): float(v) for key, v in debug.items()},
-        "k3": float(k3),
+        "debug": debug(data, old),
         "same_as_logprobs": [mine.compared, mine.unequal],
         "entropy": told["entropy"][mask.bool()].tolist(),
     }
@@ -198,10 +204,7 @@ def on_policy(folder: Path) -> Any:
     found["patterns"] = [
         f"{int(patterns(t)[2, 6]) & 0xFFFFFFFF:#010x}" for t in (bad["rollout_log_probs"], old)
     ]
-    debug = calculate_debug_metrics(
-        DataProto.from_dict(fields | {"rollout_log_probs": bad["rollout_log_probs"]})
-    )
-    found["debug_of_fault"] = float(debug["training/rollout_probs_diff_max"])
+    found["debug_of_fault"] = debug(bad, old)[1]
     found["infer_fault"] = told_by(lambda: infer(made, bad))
     found["train_fault"] = told_by(lambda: train(made, for_update(bad, old)))
     found["masked_fault"] = told_by(lambda: infer(made, flipped(data, 2, 4)))

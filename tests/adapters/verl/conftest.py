@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 import unified_models as um
+from unified_models.adapters.vllm import plugin
+from unified_models.adapters.vllm.verify import ENVIRONMENT
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -42,9 +45,16 @@ def checkpoints(verl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def child(verl: Path) -> Callable[..., Any]:
-    """`child(file, *arguments, modules=...)`: what a child file printed. modules: that verl imports by itself."""
+    """`child(file, *arguments, ...)`: what a child file printed. modules: that verl imports by itself. python: another
+    interpreter. more: of the environment."""
 
-    def run(file: str, *arguments: object, modules: str = "unified_models.adapters.verl") -> Any:
+    def run(
+        file: str,
+        *arguments: object,
+        modules: str = "unified_models.adapters.verl",
+        python: Path = verl,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> Any:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -55,10 +65,24 @@ def child(verl: Path) -> Callable[..., Any]:
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": f"platform_cpu,{modules}".rstrip(","),
             "VERL_LOGGING_LEVEL": "ERROR",
+            **more,
         }
-        command = [str(verl), str(HERE / file), *map(str, arguments)]
+        command = [str(python), str(HERE / file), *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     return run
+
+
+@pytest.fixture
+def serving(verl: Path) -> dict[str, Any]:
+    """How to run a child where vLLM is: in our environment, with verl's packages behind ours."""
+    release = plugin.found()
+    if release is None:
+        if os.environ.get("REQUIRE_VLLM") == "1":
+            pytest.fail("no vLLM")
+        pytest.skip("no vLLM")
+    (site,) = verl.parents[1].glob("lib/python3.*/site-packages")
+    environment = ENVIRONMENT | {"VLLM_NO_USAGE_STATS": "1"}
+    return {"site": site, "how": {"python": Path(sys.executable), "more": environment}}

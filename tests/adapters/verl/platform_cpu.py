@@ -24,6 +24,7 @@ class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
         max_memory_allocated=lambda: 0,
         max_memory_reserved=lambda: 0,
         empty_cache=lambda: None,
+        ipc_collect=lambda: None,
     )
 
     def is_available(self) -> bool:

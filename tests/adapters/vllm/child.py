@@ -152,6 +152,7 @@ def refused_settings(folder: str) -> Any:
         "block_size": {"block_size": 48},
         "compile": {"compilation_config": {"mode": 3}},
         "graphs": {"compilation_config": {"cudagraph_mode": "FULL"}},
+        "dummy": {"load_format": "dummy"},
     }.items():
         try:
             start(folder, **OURS, **options)
@@ -224,7 +225,7 @@ def reload(folder: str) -> Any:
 
 def pointers(model: Any) -> dict[str, int]:
     """Where every tensor that the forward reads lies."""
-    return {name: t.data_ptr() for name, t in model.zoo.named_buffers()}
+    return {name: t.data_ptr() for name, t in model.model.named_buffers()}
 
 
 def stale(folder: str) -> Any:

@@ -59,17 +59,22 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """x @ w.T for each weight.
 
-    x: [T, K], or [T, groups, K] for weights of groups; weights [N, K], or [groups * N, K]; ValueError otherwise.
+    x: [T, K], or [T, groups, K] for weights of groups (of one group: either); weights [N, K], or [groups * N, K];
+    ValueError otherwise. y: [T, N], or [T, groups, N].
     float32 accumulation in the order that README.md fixes; one rounding to the format's activation dtype, or to
     `dtype`.
     Backward: dX = dY @ dequantised w; dW = dY.T @ x as the product saw it, to the master.
     """
+    one_group = x.dim() == 3 and x.shape[1] == 1 and all(r.weight.groups == 1 for r in readings)
+    if one_group:
+        x = x.squeeze(1)
     for reading in readings:
         check(x, reading)
     outs = []
     for reading, rows in zip(readings, arithmetic.inputs(x, readings), strict=True):
         out_dtype = dtype or reading.format.activation
-        outs.append(apply(_Linear, x, reading.master, reading, rows, out_dtype))
+        y = apply(_Linear, x, reading.master, reading, rows, out_dtype)
+        outs.append(y.unsqueeze(1) if one_group else y)
     return tuple(outs)
 
 
