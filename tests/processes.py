@@ -66,6 +66,7 @@ def _process(
     args: tuple[Any, ...],
     patience: float,
 ) -> None:
+    faulthandler.enable()
     faulthandler.dump_traceback_later(patience, exit=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

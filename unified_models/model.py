@@ -59,7 +59,17 @@ class LanguageModel(nn.Module):
                 weight.commit()
 
     def commit_after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Commit after each of the optimizer's steps."""
+        """Commit after each of the optimizer's steps.
+
+        ValueError: it holds the whole copy of a master that is cut over processes, which lives for one forward.
+        """
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for path, weight in self.weights():
+            if weight.master in held and weight.master is not weight.owned:
+                raise ValueError(
+                    f"{path}: the optimizer holds the copy that was made whole for a forward, not the master; "
+                    "make the optimizer before the first forward"
+                )
         optimizer.register_step_post_hook(lambda *_: self.commit())
 
     @property

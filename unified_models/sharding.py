@@ -1,6 +1,6 @@
 """What a weight knows of the processes that its master is cut over; a trainer's adapter says the rest."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,8 +16,15 @@ class Sharding(Protocol):
     def resident(self) -> bool:
         """Whether the packed bytes stay after a commit. If not they are derived at each reading."""
 
+    @property
+    def group(self) -> Any:
+        """The processes that it is cut over; None: it is not."""
+
     def meet(self, master: Tensor | None) -> None:
         """Called at each reading, with the master as it is then."""
+
+    def renew(self) -> None:
+        """Called at each commit of a master that changed: what was made whole before is of no use."""
 
 
 def whole(t: Tensor) -> Tensor:

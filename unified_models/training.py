@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ from unified_models.context.step import Step, owners
 from unified_models.model import LanguageModel
 from unified_models.ops.logprob import check_provider
 from unified_models.ops.logprob import logprobs as logprobs_of
+from unified_models.unchanged import unchanged
 
 ALONE = Parallel()
 ROWS = 256  # of logits held at once
@@ -35,7 +37,7 @@ def logprobs(
     recompute: bool = False,
     rows: int = ROWS,
     provider: str = "torch_row",
-    context: Callable[..., Any] = LocalContext,
+    context: Callable[..., Any] | None = None,
     parallel: Parallel = ALONE,
 ) -> list[Tensor]:
     """log p(token i | tokens before i) for i = 1 .. of each sequence, at `temperature` (one, or one a sequence).
@@ -45,12 +47,14 @@ def logprobs(
 
     recompute: activation checkpointing by block; the bits stay. rows: how many rows of logits exist at once, forward
     and backward; the bits do not depend on it. provider: the sampler's arithmetic, of ops.logprob.PROVIDERS. context:
-    the context class to run under. parallel: the processes that share the experts or the pack. Every process of
-    `parallel.tokens` gives the same sequences and gets all their logprobs; the gradients of its own stretch of tokens
-    are its own, and those of all processes are to be added. A process without sequences gives one
-    that is empty, and takes part.
+    called as `LocalContext` is, or as `ParallelContext` where `parallel` is given; None: those. parallel: the processes
+    that share the experts or the pack. Every process of `parallel.tokens` gives the same sequences and gets all their
+    logprobs; the gradients of its own stretch of tokens are its own, and those of all processes are to be added. A
+    process without sequences gives one that is empty, and takes part: its gradients are zeros.
 
-    Raises ValueError for token ids outside the vocabulary and temperatures that are not positive numbers.
+    Raises ValueError for token ids outside the vocabulary, temperatures that are not positive numbers, and a context
+    that takes no `parallel` where one is given. The backward raises RuntimeError, on every process, where a master
+    changed since the forward.
     """
     temperatures = (
         [temperature] * len(sequences)
@@ -58,10 +62,9 @@ def logprobs(
         else list(temperature)
     )
     check(model, sequences, temperatures, rows)
+    check_context(context, parallel)
     check_provider(provider)
     device = next(chain(model.parameters(), model.buffers())).device
-    if parallel.alone and not any(sequences):
-        return [torch.zeros(0, device=device) for _ in sequences]
     pack = Pack.of(sequences, temperatures, parallel.stretches, device)
     ctx, mine = pack.context(context, parallel)
     ids_T, temperature_T = pack.ids_T[mine], pack.temperature_T[mine]
@@ -76,7 +79,7 @@ def logprobs(
     for chunk in sources.split(rows):
         args = (hidden_TM[chunk], temperature_T[chunk], pack.ids_T[chunk + mine.start + 1])
         parts.append(
-            checkpoint(score, *args, use_reentrant=False)
+            checkpoint(score, *args, use_reentrant=False, context_fn=ctx.again)
             if torch.is_grad_enabled()
             else score(*args)
         )
@@ -84,6 +87,7 @@ def logprobs(
     if parallel.tokens is not None:
         counts = [len(pack.scored(slice(s.start, s.end))) for s in pack.stretches]
         lps = everyones(lps, counts, parallel.tokens)
+    lps = unchanged(lps, model, parallel.groups)
     return list(lps.split([max(len(s) - 1, 0) for s in sequences]))
 
 
@@ -117,19 +121,21 @@ class Pack:
         return cls(lengths, ids_T, of_each[sequence_T], stretches(lengths, processes))
 
     def context(
-        self, context: Callable[..., Any], parallel: Parallel
+        self, context: Callable[..., Any] | None, parallel: Parallel
     ) -> tuple[LocalContext, slice]:
         """What runs this process's part, and which tokens of the pack it is."""
         device, group = self.ids_T.device, parallel.tokens
         if parallel.alone:
-            return context(Step.of(self.lengths, device=device)), slice(0, len(self.ids_T))
+            step = Step.of(self.lengths, device=device)
+            return (context or LocalContext)(step), slice(0, len(self.ids_T))
+        context = context or ParallelContext
         if group is None:
             step = Step.of(self.lengths, device=device)
-            return ParallelContext(step, parallel=parallel), slice(0, len(self.ids_T))
+            return context(step, parallel=parallel), slice(0, len(self.ids_T))
         memory = StretchMemory(self.stretches, self.lengths, group)
         mine = memory.mine
         step = mine.step(device)
-        return ParallelContext(step, memory, parallel=parallel), slice(mine.start, mine.end)
+        return context(step, memory, parallel=parallel), slice(mine.start, mine.end)
 
     def scored(self, part: slice) -> Tensor:
         """Of a stretch, its rows that score the token after: of the same sequence, wherever it runs; int64."""
@@ -162,8 +168,24 @@ def check(
                 raise ValueError(f"sequence {i}, token {j}: id {token} is not in [0, {vocab})")
 
 
+def check_context(context: Callable[..., Any] | None, parallel: Parallel) -> None:
+    """Refuse a context that would leave the other processes alone."""
+    if context is None or parallel.alone:
+        return
+    taken = signature(context).parameters.values()
+    if not any(p.name == "parallel" or p.kind is Parameter.VAR_KEYWORD for p in taken):
+        raise ValueError(
+            f"context {getattr(context, '__name__', context)!r} takes no `parallel`, and parallel is {parallel}; "
+            "give one that is called as ParallelContext is"
+        )
+
+
 class Recomputed:
-    """Blocks keep no activations while this lasts: each runs again in the backward, under the same context."""
+    """Blocks keep no activations while this lasts: each runs again in the backward, under the same context, which
+    then shows no notes.
+
+    A block's last argument is its context.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
@@ -172,7 +194,7 @@ class Recomputed:
         for block in self.blocks:
             forward = block.forward
             block.forward = lambda *args, _forward=forward: checkpoint(
-                _forward, *args, use_reentrant=False
+                _forward, *args, use_reentrant=False, context_fn=args[-1].again
             )
 
     def __exit__(self, *_: object) -> None:

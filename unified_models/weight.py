@@ -166,6 +166,11 @@ class Weight(nn.Module):
         """The master as an optimizer has it: whole, or cut over processes."""
         return self.master if self.sharding is None else self.sharding.owned
 
+    @property
+    def part_of_stack(self) -> bool:
+        """Whether other processes hold the other matrices of its stack."""
+        return self.shape[:1] not in ((), (self.stack,))
+
     def require_committed(self) -> None:
         """RuntimeError: the master is newer than the packed bytes."""
         if self.committed != self.version:
@@ -200,8 +205,11 @@ class Weight(nn.Module):
             raise RuntimeError(
                 f"{self.label}: holds packed bytes only, there is no master to commit"
             )
-        if self.sharding is not None and not self.sharding.resident:
-            return self._kept()
+        if self.sharding is not None:
+            if self.committed != self.version:
+                self.sharding.renew()
+            if not self.sharding.resident:
+                return self._kept()
         self.keep(formats.pack_pieces(self.format, self.whole()))
 
     @torch.no_grad()

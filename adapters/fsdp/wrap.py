@@ -27,15 +27,27 @@ PACKED = ("resident", "rebuild")
 
 @dataclass(frozen=True)
 class Shards:
-    """Of one weight: the cut master that the optimizer owns, and whether packed bytes stay (`weight.Sharding`)."""
+    """Of one weight: the cut master that the optimizer owns, whether packed bytes stay, and the module with which it is
+    made whole (`sharding.Sharding`)."""
 
     owned: Tensor
     resident: bool
+    module: FSDPModule
+
+    @property
+    def group(self) -> Any:
+        """The processes that the master is cut over."""
+        owned: Any = self.owned
+        return owned.device_mesh.get_group()
 
     def meet(self, master: Tensor | None) -> None:
         """The whole master is a tensor of FSDP's own, made at its first use: its gradient shall be float32."""
         if master is not None and master.requires_grad and not isinstance(master, DTensor):
             master.grad_dtype = torch.float32
+
+    def renew(self) -> None:
+        """A forward without a backward leaves masters whole: those of before the change."""
+        self.module.reshard()
 
 
 def wrap(
@@ -57,11 +69,12 @@ def wrap(
             all of them. Mesh of one process: theirs are not cut.
 
     Gradients are summed over the mesh, not averaged: divide the loss by the number of tokens that all processes train.
-    Raises ValueError for a model without masters, one that was wrapped before, or another value of packed.
+    Raises ValueError for a model without masters, one that was wrapped before, meshes that do not hold each expert as
+    often as its process holds experts, or another value of packed.
     """
-    check(model, mesh, packed)
+    check(model, mesh, packed, experts_mesh)
     current = {weight for _, weight in model.weights() if weight.committed == weight.version}
-    spread = {w for _, w in model.weights() if w.shape[:1] not in ((), (w.stack,))}
+    spread = {weight for _, weight in model.weights() if weight.part_of_stack}
     left = {w.master for _, w in model.weights() if w.frozen and w.exact}
     if experts_mesh is None or experts_mesh.size() == 1:
         left |= {weight.master for weight in spread}
@@ -74,10 +87,11 @@ def wrap(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    modules = made_whole_with(model)
     for _, weight in model.weights():
         owned: Any = weight.master
         if isinstance(owned, DTensor):
-            weight.sharding = Shards(owned, packed == "resident")
+            weight.sharding = Shards(owned, packed == "resident", modules[weight])
             if packed == "rebuild":
                 weight.let_go()
         if weight in current:
@@ -85,7 +99,9 @@ def wrap(
     return model
 
 
-def check(model: LanguageModel, mesh: DeviceMesh, packed: str) -> None:
+def check(
+    model: LanguageModel, mesh: DeviceMesh, packed: str, experts_mesh: DeviceMesh | None
+) -> None:
     """Refuse before anything changes."""
     if packed not in PACKED:
         raise ValueError(f"packed must be one of {', '.join(PACKED)}, got {packed!r}")
@@ -96,6 +112,14 @@ def check(model: LanguageModel, mesh: DeviceMesh, packed: str) -> None:
             raise ValueError(f"{path} holds packed bytes only: load with weights='master' to train")
         if isinstance(weight.master, DTensor):
             raise ValueError(f"{path} is cut already: a model is wrapped once")
+        held, alike = len(weight.master) if weight.shape else 1, 1
+        if experts_mesh is not None:
+            alike = experts_mesh.size()
+        if weight.part_of_stack and mesh.size() * held != weight.stack * alike:
+            raise ValueError(
+                f"{path} holds experts {weight.first} to {weight.first + held - 1} of {weight.stack}, which does not "
+                f"fit a mesh of {mesh.size()} of which {alike} hold the same experts (experts_mesh)"
+            )
 
 
 def _shard(
@@ -124,6 +148,16 @@ def _shard(
         ignored_params=left,
         reshard_after_forward=reshard,
     )
+
+
+def made_whole_with(model: LanguageModel) -> dict[Weight, FSDPModule]:
+    """The innermost FSDP module of each weight."""
+    found: dict[Weight, FSDPModule] = {}
+    for module in model.modules():  # from the outside in
+        if isinstance(module, FSDPModule):
+            within = (child for child in module.modules() if isinstance(child, Weight))
+            found |= dict.fromkeys(within, module)
+    return found
 
 
 def _weights(module: nn.Module) -> Iterator[Weight]:

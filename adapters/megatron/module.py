@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import unified_models as um
 from unified_models.context.interface import Experts
-from unified_models.context.local import LocalContext
 from unified_models.context.parallel import Parallel
 from unified_models.model import LanguageModel
 from unified_models.training import Pack, Recomputed
@@ -34,9 +33,13 @@ class Module:
 
     owned: Tensor
     resident: bool = True
+    group: None = None
 
     def meet(self, master: Tensor | None) -> None:
         """It is the module's own parameter at every reading."""
+
+    def renew(self) -> None:
+        """It is whole at all times."""
 
 
 class Elsewhere(nn.Module):
@@ -192,7 +195,7 @@ class Stage(MegatronModule):  # type: ignore[misc]
         temperatures = [1.0] * len(sequences)
         device = next(self.parameters()).device
         pack = Pack.of(sequences, temperatures, self.parallel.stretches, device)
-        ctx, mine = pack.context(LocalContext, self.parallel)
+        ctx, mine = pack.context(None, self.parallel)
         with Recomputed(blocks if self.recompute else ()):
             x = part(pack.ids_T[mine], ctx)
         handed = x.reshape(len(x), 1, -1)

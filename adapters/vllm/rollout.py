@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from unified_models.adapters.fsdp.recipe import training
 from unified_models.adapters.vllm.plugin import CONFIG_FORMAT, found, unknown
 from unified_models.adapters.vllm.verify import ENVIRONMENT
 from unified_models.arguments import assignments
-from unified_models.context.slots import State
 from unified_models.engine import Output, Sampling
-from unified_models.model import LanguageModel
 from unified_models.rl.command import follow
 from unified_models.rl.config import Config, read_config
 from unified_models.rl.recipe import load_start, start_folder
@@ -30,14 +29,11 @@ CACHE_BYTES = 256 << 20
 
 
 class VllmRollout:
-    """`rl.rollout.Rollout` over a vLLM `LLM` in this process, which reads `folder`; model: what is in it."""
+    """`rl.rollout.Rollout` over a vLLM `LLM` in this process, which reads `folder`."""
 
-    def __init__(self, model: LanguageModel, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config) -> None:
         from vllm import LLM
 
-        # vLLM counts a block as cached once the step that fills it is planned. Another request of that step may read
-        # its rows, which every layer writes first, but not a scan's state, which is only known after the layer.
-        scans = any(isinstance(slot, State) for slot in model.slots().values())
         self.version, self.prefix_hits = 0, 0
         self.llm = LLM(
             str(folder),
@@ -50,7 +46,6 @@ class VllmRollout:
             kv_cache_memory_bytes=CACHE_BYTES,
             max_num_seqs=config.rollout.max_sequences,
             max_num_batched_tokens=config.rollout.step_tokens,
-            enable_prefix_caching=not scans,
             weight_transfer_config={"backend": CONFIG_FORMAT},
         )
 
@@ -103,9 +98,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = read_config(file, assignments(changes))
         folder = Storage(config.out, config).folder
-        model = load_start(config, folder)
-        rollout = VllmRollout(model, start_folder(config, folder), config)
-        passed = follow(config, Console(), rollout)
+        load_start(config, folder)  # refused here; made, where it is a tiny one
+        rollout = VllmRollout(start_folder(config, folder), config)
+        with training(config, folder) as trainer:
+            passed = follow(config, Console(), rollout, trainer)
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
         return 2

@@ -13,6 +13,7 @@ from torch import Tensor
 import unified_models as um
 from unified_models import checkpoint, verify
 from unified_models.checkpoint.match import ELSEWHERE
+from unified_models.checkpoint.names import Names
 from unified_models.model import LanguageModel
 
 E = 8
@@ -158,11 +159,17 @@ def unknown(sent: list[tuple[str, Tensor]]) -> str:
 def test_what_processes_save_is_the_file_together_E10_A34(
     folder: Path, tmp_path: Path, size: int
 ) -> None:
-    """Bytes of every tensor; and one process's part alone is refused as a whole checkpoint, naming what is missing."""
+    """Bytes of every tensor; one process's part is written when it is asked for by its tensors only, and is refused as
+    a whole checkpoint, naming what is missing."""
     want, together = load_file(folder / "model.safetensors"), {}
     for rank, model in enumerate(held(folder, size)):
         part = tmp_path / f"part{rank}"
-        um.save(model, part)
+        first = rank * (E // size)
+        which = rf"part{rank}: .* holds experts {first} to {first + E // size - 1} of {E}; .*fsdp\.export"
+        with pytest.raises(ValueError, match=which):
+            um.save(model, part)
+        assert not part.exists()
+        um.save(model, part, parts=Names.of(model).parts)
         together |= load_file(part / "model.safetensors")
         away = E - 1 if rank == 0 else 0
         with pytest.raises(ValueError, match=rf"missing [\s\S]*experts\.{away}\."):

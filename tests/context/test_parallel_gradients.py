@@ -13,7 +13,7 @@ from torch import Tensor
 import unified_models as um
 from tests.context.test_parallel import ALL, COLUMNS, MODELS, ROWS, sequences
 from tests.processes import Partition, group_in, run
-from unified_models import training, verify
+from unified_models import verify
 from unified_models.context.interface import Experts
 from unified_models.context.local import LocalContext
 from unified_models.context.parallel import Parallel, ParallelContext
@@ -329,8 +329,20 @@ def tied(model: Any) -> None:
 SAME = ([[7] * 40, [7] * 3], [[7] * 17])
 
 
+class Routes(ParallelContext):
+    """Remembers what every router was given and chose, each time that it runs."""
+
+    chosen: list[tuple[Tensor, Tensor]]
+
+    def choose(self, scores_TE: Tensor, k: int, site: Any) -> Tensor:
+        ids_TK: Tensor = super().choose(scores_TE, k, site)
+        self.chosen.append((scores_TE.detach(), ids_TK))
+        return ids_TK
+
+
 def ties_job(folders: Sequence[Path]) -> list[list[Any]]:
-    """By model, without and with recomputation: logprobs, gradients, and notes of the forward and of the backward."""
+    """By model, without and with recomputation: logprobs, gradients, notes and choices of the forward and of the
+    backward."""
     rank, out = dist.get_rank(), []
     for folder in folders:
         model = um.load(folder, experts=(rank, 2), progress=False)
@@ -341,23 +353,24 @@ def ties_job(folders: Sequence[Path]) -> list[list[Any]]:
 
 def noted(model: Any, packs: Sequence[Sequence[int]], recompute: bool) -> tuple[Any, ...]:
     seen: list[tuple[str, Any]] = []
-    training.ParallelContext = partial(  # type: ignore[misc, assignment]
-        ParallelContext, onlooker=lambda site, name, value: seen.append((name, value))
-    )
+    Routes.chosen = chosen = []
+    context = partial(Routes, onlooker=lambda site, name, value: seen.append((name, value)))
     model.zero_grad()
+    parallel = Parallel(experts=dist.group.WORLD)
     lps = torch.cat(
-        um.logprobs(model, packs, recompute=recompute, parallel=Parallel(experts=dist.group.WORLD))
+        um.logprobs(model, packs, recompute=recompute, parallel=parallel, context=context)
     )
-    forward, before = seen[:], len(seen)
+    forward = seen[:], chosen[:]
     lps.sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-    return lps.detach(), grads, forward, seen[before:]
+    backward = seen[len(forward[0]) :], chosen[len(forward[1]) :]
+    return lps.detach(), grads, forward, backward
 
 
 @pytest.mark.slow(30)
 def test_ties_take_the_same_way_again_F09(folders: list[Path], tmp_path: Path) -> None:
     """One token id everywhere and a router with two of everything: a recomputed block routes as it did, gradients are
-    the same bits, and each router's rows are noted once in a forward."""
+    the same bits, and each router's rows are noted once, in the forward."""
     answers = run(ties_job, 2, tmp_path, folders)
     for place, folder in enumerate(folders):
         model = um.load(folder)
@@ -372,13 +385,13 @@ def test_ties_take_the_same_way_again_F09(folders: list[Path], tmp_path: Path) -
             found = verify.bits(list(grads.values()), list(grads2.values()))
             assert found.unequal == 0 and found.compared > 10_000, f"{found}"
             assert any(bool(grad.any()) for name, grad in grads.items() if ".experts." in name)
-            for notes in (forward, forward2):
+            for notes, _ in (forward, forward2):
                 rows = [value for name, value in notes if name == "expert_rows"]
                 assert len(rows) == count
                 assert {int(counts.sum()) for counts in rows} == {k * sum(map(len, SAME[rank]))}
-            choices = [value for name, value in forward2 if name == "choose"]
-            again = [value for name, value in backward2 if name == "choose"]
-            assert not backward and len(again) == len(choices) > 0
+            choices, again = forward2[1], backward2[1]
+            assert not backward[0] and not backward2[0] and not backward[1]
+            assert len(again) == len(choices) > 0
             for (scores, ids), (scores2, ids2) in zip(choices, reversed(again), strict=True):
                 assert torch.equal(ids, ids2) and verify.bits(scores, scores2).unequal == 0
                 assert torch.equal(scores[:, : E // 2], scores[:, E // 2 :]), "no ties"

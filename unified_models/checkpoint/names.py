@@ -155,7 +155,7 @@ class Names:
         input_scales = {owner.input_scale for _, owner in self.model.weights()}
         found: list[Part] = []
         for path, owner in self.model.weights():
-            if owner in input_scales or owner.shape[:1] in ((), (owner.stack,)):
+            if owner in input_scales or not owner.part_of_stack:
                 continue
             parts = [
                 part

@@ -45,8 +45,9 @@ def save(
         parts, values: what to write, and where its master values come from, if not from the model's own memory: packed
             bytes are derived from them.
 
-    Raises ValueError for a folder that holds files (unless overwrite) or when there are no masters to write;
-    RuntimeError when a master is newer than its packed bytes.
+    Raises ValueError for a folder that holds files (unless overwrite), when there are no masters to write, or for a
+    model of which other processes hold a part (adapters.fsdp.export writes the whole); RuntimeError when a master is
+    newer than its packed bytes.
     """
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
@@ -56,7 +57,7 @@ def save(
         raise ValueError(f"{folder}: holds files already ({held}); pass overwrite=True to replace")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    parts = Names.of(model).parts if parts is None else parts
+    parts = whole_parts(model, folder) if parts is None else parts
     for part in parts:
         if masters and isinstance(part.owner, Weight) and part.owner.master is None:
             raise ValueError(f"masters=True, but {part.path} holds packed bytes only")
@@ -70,6 +71,20 @@ def save(
         _move_into_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def whole_parts(model: LanguageModel, folder: Path) -> Sequence[Part]:
+    """Every tensor of the model; ValueError where other processes hold some, or a part of some."""
+    export = "call adapters.fsdp.export(model, folder, parallel), which writes the whole, on all processes"
+    for path, weight in model.weights():
+        if weight.part_of_stack:
+            last = weight.first + weight.shape[0] - 1
+            raise ValueError(
+                f"{folder}: {path} holds experts {weight.first} to {last} of {weight.stack}; {export}"
+            )
+        if weight.sharding is not None and weight.sharding.group is not None:
+            raise ValueError(f"{folder}: the master of {path} is cut over processes; {export}")
+    return Names.of(model).parts
 
 
 def _write_shards(

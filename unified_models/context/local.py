@@ -1,6 +1,7 @@
 """The context on one device, over ops: brings each operator its past and its experts, and does no maths of its own."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class LocalContext:
         backend.require(step.device)
         self.step, self.memory, self.onlooker = step, memory or PackMemory(), onlooker
         self._seen: dict[Weight, Version] = {}
+        self._again = False
 
     @property
     def positions_T(self) -> Tensor:
@@ -250,8 +252,25 @@ class LocalContext:
     # an onlooker
 
     def note(self, site: nn.Module, name: str, value: Any) -> None:
-        if self.onlooker is not None:
+        if self.onlooker is not None and not self._again:
             self.onlooker(site, name, value() if callable(value) else value)
+
+    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For torch.utils.checkpoint: around a forward, nothing; while it runs again, its notes are not shown twice."""
+        return nullcontext(), _Again(self)
+
+
+class _Again:
+    """May be entered more than once: a graph that is kept runs backward several times."""
+
+    def __init__(self, ctx: LocalContext) -> None:
+        self.ctx = ctx
+
+    def __enter__(self) -> None:
+        self.ctx._again = True
+
+    def __exit__(self, *_: object) -> None:
+        self.ctx._again = False
 
 
 def check_ids(ids_T: Tensor, limit: int, label: str) -> None:

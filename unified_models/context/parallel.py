@@ -46,6 +46,11 @@ class Parallel:
         return self.experts is None and self.tokens is None
 
     @property
+    def groups(self) -> list[Group]:
+        """Those that are given."""
+        return [group for group in (self.experts, self.tokens) if group is not None]
+
+    @property
     def stretches(self) -> int:
         """Processes that share a pack."""
         return 1 if self.tokens is None else dist.get_world_size(self.tokens)

@@ -14,6 +14,7 @@ from unified_models.rl.config import Config, read_config
 from unified_models.rl.recipe import run
 from unified_models.rl.rollout import Rollout
 from unified_models.rl.storage import Storage, read_metrics
+from unified_models.rl.trainer import Trainer
 from unified_models.verify.compare import UnequalError
 
 EVERY = 10
@@ -30,18 +31,25 @@ def train(paths: Sequence[Path], changes: Sequence[str], console: Console) -> bo
     config = read_config(paths[0], assignments(list(changes)))
     if config.engine == "vllm":
         return run_adapter("vllm.rollout", paths[0], *changes) == 0
+    if config.train.processes > 1:
+        return run_adapter("fsdp.recipe", paths[0], *changes) == 0
     return follow(config, console)
 
 
-def follow(config: Config, console: Console, rollout: Rollout | None = None) -> bool:
-    """Run a config, with another engine if one is given; whether its check passed. ValueError: see `run`."""
+def follow(
+    config: Config,
+    console: Console,
+    rollout: Rollout | None = None,
+    trainer: Trainer | None = None,
+) -> bool:
+    """Run a config, with another engine or trainer if one is given; whether its check passed. ValueError: see `run`."""
     console.print(
         f"{config.out}: {config.task}, {config.mode}, {config.steps} steps after {config.warmup.steps} of warm-up, "
         f"seed {config.seed}",
         highlight=False,
     )
     try:
-        for record in run(config, rollout=rollout):
+        for record in run(config, rollout=rollout, trainer=trainer):
             if record["step"] % EVERY == 0 or record["step"] == 1:
                 console.print(line(record), highlight=False)
     except UnequalError as error:

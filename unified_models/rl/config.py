@@ -15,8 +15,10 @@ from unified_models.rl.tasks import TASKS
 ENGINES = ("embedded", "vllm")
 MODES = ("consistent", "baseline")
 CHECKS = ("stop", "report", "off")
-FREE = ("out", "steps", "checkpoint_every")
-"""Keys that a resumed run may change: where it lies, how long it is, how often it is saved."""
+PACKED = ("resident", "rebuild")
+LAYOUT = ("processes", "experts", "tokens", "packed", "recompute")
+FREE = ("out", "steps", "checkpoint_every", *(f"train.{key}" for key in LAYOUT))
+"""Keys that a resumed run may change: where it lies, how long it is, how often it is saved, who computes it."""
 
 
 def _one_of(key: str, value: str, known: Iterable[str]) -> None:
@@ -97,6 +99,9 @@ class RolloutConfig(_Strict, frozen=True, kw_only=True):
 class TrainConfig(_Strict, frozen=True, kw_only=True):
     """updates: of the weights a step, over equal parts of its prompts. micro_batch: sequences in one forward; 0: all.
 
+    processes: masters and sequences are cut over so many (FSDP2). experts: neighbours of them that share the experts.
+    tokens: neighbours that share a pack. packed: see adapters.fsdp.wrap. recompute: activation checkpointing.
+
     reuse_rollout_logprobs: take the engine's logprobs for those of the old policy, once `acceptance_steps` steps in
     a row had no unequal bit. The forward that computed them again is left out then; the training forward of the
     first update is still compared.
@@ -109,9 +114,20 @@ class TrainConfig(_Strict, frozen=True, kw_only=True):
     micro_batch: int = 0
     reuse_rollout_logprobs: bool = False
     acceptance_steps: int = 10
+    processes: int = 1
+    experts: int = 1
+    tokens: int = 1
+    packed: str = "resident"
+    recompute: bool = False
 
     def __post_init__(self) -> None:
-        _least(self, updates=1, micro_batch=0, acceptance_steps=1)
+        _least(self, updates=1, micro_batch=0, acceptance_steps=1, processes=1, experts=1, tokens=1)
+        for key in ("experts", "tokens"):
+            if self.processes % getattr(self, key):
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} does not divide processes = {self.processes}"
+                )
+        _one_of("packed", self.packed, PACKED)
         _between(self, 0.0, math.inf, "lr", "weight_decay")
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm = {self.max_grad_norm}; above 0")
@@ -168,6 +184,10 @@ class Config(_Strict, frozen=True, kw_only=True):
         if self.mode == "baseline" and self.engine != "embedded":
             raise ValueError(
                 f"engine = {self.engine!r} with mode = 'baseline'; only 'embedded' has plain operators"
+            )
+        if self.mode == "baseline" and self.train.processes > 1:
+            raise ValueError(
+                f"train.processes = {self.train.processes} with mode = 'baseline'; plain operators run in one"
             )
         _least(self, steps=1, checkpoint_every=1, threads=1)
         if not self.out:

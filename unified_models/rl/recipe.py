@@ -63,13 +63,13 @@ def start_folder(config: Config, folder: Path) -> Path:
     return Path(config.model.folder or folder / "start")
 
 
-def load_start(config: Config, folder: Path) -> LanguageModel:
-    """The model that training starts from: a checkpoint, or a tiny random one made in `folder`/start. ValueError: its
-    vocabulary is too small."""
+def load_start(config: Config, folder: Path, experts: tuple[int, int] = (0, 1)) -> LanguageModel:
+    """The model that training starts from: a checkpoint, or a tiny random one made in `folder`/start. experts: of
+    `load`. ValueError: its vocabulary is too small."""
     source = start_folder(config, folder)
     if config.model.architecture and not source.exists():
         write_tiny(config.model.architecture, source, config.model.overrides, seed=config.seed)
-    model = load(source, numerics=config.model.numerics)
+    model = load(source, numerics=config.model.numerics, experts=experts)
     if model.config.vocab_size < SIZE:
         raise ValueError(
             f"{source}: vocab_size = {model.config.vocab_size}; bytes and an end take {SIZE}"
@@ -112,9 +112,8 @@ class Recipe:
                 self.storage.save_reference(dict(self.trainer.named_tensors()))
             self.save()
         else:
-            state, told = self.storage.load(checkpoint)
             self.trainer.restart(train.lr, train.weight_decay)
-            self.trainer.restore(state)
+            told = self.storage.load(checkpoint, self.trainer)
             self.steps, self.accepted = told["step"], told["accepted"]
             self.storage.forget_after(self.steps)
         if self.config.loss.kl_coef:
@@ -129,7 +128,7 @@ class Recipe:
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on. There is no generator: draws are functions of the
         seed, the step and the place."""
-        self.storage.save(self.steps, self.trainer.state(), {"accepted": self.accepted})
+        self.storage.save(self.steps, self.trainer, {"accepted": self.accepted})
 
     def sync(self) -> None:
         """Give the engine the trainer's weights, under the trainer's version, unless it has them."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unified_models.rl.config import Config, config_from, differences
-from unified_models.rl.trainer import State
+from unified_models.rl.trainer import Trainer
 
 KEPT = 2
 """Checkpoints; older ones are removed."""
@@ -37,17 +37,16 @@ class Storage:
         """The last complete checkpoint."""
         return max(self.checkpoints.glob("step-*"), default=None)
 
-    def save(self, step: int, state: State, more: Mapping[str, Any]) -> None:
+    def save(self, step: int, trainer: Trainer, more: Mapping[str, Any]) -> None:
         """Keep a checkpoint after `step` steps, written under another name and renamed when it is complete."""
         final = self.checkpoints / f"step-{step:06}"
         partial = self.checkpoints / f".{final.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        tensors = {name: tensor.contiguous() for name, tensor in state.tensors.items()}
-        save_file(tensors, partial / "tensors.safetensors")
-        told = {"step": step, "version": state.version} | dict(more)
+        trainer.save(partial)
+        told = {"step": step, "version": trainer.version} | dict(more)
         (partial / "state.json").write_text(json.dumps(told) + "\n")
-        for path in partial.iterdir():
+        for path in (p for p in partial.rglob("*") if p.is_file()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)
@@ -55,10 +54,11 @@ class Storage:
         for old in sorted(self.checkpoints.glob("step-*"))[:-KEPT]:
             shutil.rmtree(old)
 
-    def load(self, checkpoint: Path) -> tuple[State, dict[str, Any]]:
-        """The state in a checkpoint, and what else was told to `save`, with `step`."""
-        told = json.loads((checkpoint / "state.json").read_text())
-        return State(load_file(checkpoint / "tensors.safetensors"), told["version"]), told
+    def load(self, checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
+        """Go on from a checkpoint; what was told to `save`, with `step`."""
+        told: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+        trainer.load(checkpoint, told["version"])
+        return told
 
     def save_reference(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the reference policy, by checkpoint names."""

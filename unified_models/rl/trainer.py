@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unified_models.checkpoint import named_tensors, update
@@ -12,6 +14,7 @@ from unified_models.context.local import LocalContext
 from unified_models.model import LanguageModel
 from unified_models.training import logprobs
 
+FILE = "tensors.safetensors"
 Sequences = Sequence[Sequence[int]]
 Loss = Callable[[list[Tensor], range], Tensor]
 """(logprobs of the sequences of one forward, their places in the batch) -> its scalar part of the loss. What it raises
@@ -28,7 +31,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class State:
-    """What a trainer goes on from: tensors by name, and the weight version."""
+    """What a trainer in one process goes on from: tensors by name, and the weight version."""
 
     tensors: dict[str, Tensor]
     version: int
@@ -52,11 +55,29 @@ class Trainer(Protocol):
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The sync list, as `um.named_tensors`."""
 
-    def state(self) -> State:
-        """Copies of masters, tables and the optimizer's moments."""
+    def save(self, folder: Path) -> None:
+        """Write masters and the optimizer's moments into a folder that exists."""
 
-    def restore(self, state: State) -> None:
-        """Go on from a state; ValueError if it is of another model."""
+    def load(self, folder: Path, version: int) -> None:
+        """Go on exactly from what `save` wrote, under that version; learning rate and weight decay stay those of
+        `restart`. ValueError: it is of another model, or of another kind of trainer."""
+
+
+def in_parts(count: int, size: int) -> Iterator[range]:
+    """The places of each micro-batch of `size` sequences; size 0: all of them are one."""
+    size = size or count
+    return (range(at, min(at + size, count)) for at in range(0, count, size))
+
+
+def adamw(
+    model: LanguageModel, trained: Iterable[Tensor], lr: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """A fresh AdamW (betas 0.9, 0.95) over masters of a model, which commits after each step."""
+    optimizer = torch.optim.AdamW(
+        list(trained), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95)
+    )
+    model.commit_after(optimizer)
+    return optimizer
 
 
 class LocalTrainer:
@@ -80,20 +101,14 @@ class LocalTrainer:
         self.restart(lr=0.0)
 
     def restart(self, lr: float, weight_decay: float = 0.0) -> None:
-        """A fresh AdamW (betas 0.9, 0.95) without moments."""
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95)
-        )
-        self.model.commit_after(self.optimizer)
-
-    def _places(self, count: int) -> Iterator[range]:
-        size = self.micro_batch or count
-        return (range(at, min(at + size, count)) for at in range(0, count, size))
+        """See Trainer."""
+        self.optimizer = adamw(self.model, self.trained.values(), lr, weight_decay)
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequences, temperature: float) -> list[Tensor]:
         """See Trainer."""
-        parts = (self._forward(sequences, at, temperature) for at in self._places(len(sequences)))
+        places = in_parts(len(sequences), self.micro_batch)
+        parts = (self._forward(sequences, at, temperature) for at in places)
         return [values for part in parts for values in part]
 
     def _forward(self, sequences: Sequences, places: range, temperature: float) -> list[Tensor]:
@@ -105,7 +120,7 @@ class LocalTrainer:
         """See Trainer."""
         self.optimizer.zero_grad()
         total = 0.0
-        for places in self._places(len(sequences)):
+        for places in in_parts(len(sequences), self.micro_batch):
             part = loss(self._forward(sequences, places, temperature), places)
             part.backward()
             total += float(part.detach())
@@ -118,8 +133,22 @@ class LocalTrainer:
         """See Trainer."""
         return named_tensors(self.model)
 
+    def save(self, folder: Path) -> None:
+        """See Trainer."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.state().tensors.items()}
+        save_file(tensors, folder / FILE)
+
+    def load(self, folder: Path, version: int) -> None:
+        """See Trainer."""
+        if not (folder / FILE).exists():
+            raise ValueError(
+                f"{folder}: no {FILE}: saved by a trainer of several processes, go on with train.processes above 1"
+            )
+        self.restore(State(load_file(folder / FILE), version))
+
     def state(self) -> State:
-        """`model/NAME` by checkpoint names, `adamw/FIELD/PATH` by module paths."""
+        """Copies of masters, tables and the optimizer's moments: `model/NAME` by checkpoint names, `adamw/FIELD/PATH`
+        by module paths."""
         tensors = {f"model/{name}": tensor.clone() for name, tensor in self.named_tensors()}
         for path, parameter in self.trained.items():
             for field, value in self.optimizer.state.get(parameter, {}).items():
@@ -127,7 +156,7 @@ class LocalTrainer:
         return State(tensors, self.version)
 
     def restore(self, state: State) -> None:
-        """See Trainer. Learning rate and weight decay stay those of `restart`."""
+        """Go on from a state; ValueError if it is of another model."""
         update(self.model, _under(state.tensors, "model/"))
         self.optimizer.state.clear()
         for name, value in _under(state.tensors, "adamw/"):

@@ -21,6 +21,7 @@ def recipe(folder: Path) -> Any:
             overrides=[
                 "hydra.searchpath=[pkg://unified_models.adapters.verl.recipe]",
                 "model_engine=unified",
+                "rollout@actor_rollout_ref.rollout=unified",
                 "actor_rollout_ref.actor.engine.check=report",
                 "actor_rollout_ref.actor.engine.provider=vllm_v2",
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -32,6 +33,7 @@ def recipe(folder: Path) -> Any:
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     ref = omega_conf_to_dataclass(config.actor_rollout_ref.ref.engine)
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     made = EngineRegistry.new(
         model_type=model.model_type,
         backend=actor.engine.strategy,
@@ -46,6 +48,15 @@ def recipe(folder: Path) -> Any:
         "ref": [type(ref).__name__, ref.forward_only, ref.provider],
         "optimizer": type(actor.optim).__name__,
         "critic": config.critic._target_,
+        "rollout": [
+            rollout.name,
+            rollout.calculate_log_probs,
+            rollout.load_format,
+            rollout.logprobs_mode,
+            rollout.enforce_eager,
+            rollout.free_cache_engine,
+            rollout.engine_kwargs["vllm"],
+        ],
     }
 
 

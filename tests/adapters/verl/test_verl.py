@@ -145,6 +145,10 @@ def test_recipe_finds_the_engine(child: Child, checkpoints: Path) -> None:
         "ref": ["UnifiedEngineConfig", True, "vllm_v2"],
         "optimizer": "FSDPOptimizerConfig",
         "critic": "verl.workers.config.FSDPCriticConfig",
+        "rollout": [
+            *("vllm", True, "auto", "processed_logprobs", True, False),
+            {"config_format": "unified", "compilation_config": {"cudagraph_mode": "NONE"}},
+        ],
     }
 
 
