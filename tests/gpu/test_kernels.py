@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.conftest import _make_weight as make_weight
 from tests.ops.conftest import compare_bits
+from unified_models.formats.weights import FORMATS
+from unified_models.ops.grouped_linear import grouped_linear
+from unified_models.ops.linear import linear, narrow
 from unified_models.ops.linear.arithmetic import tiled_mm
 from unified_models.ops.linear.probe import probe
 from unified_models.ops.products import bmm
@@ -14,18 +18,27 @@ from unified_models.ops.sums import add_rows_, row_mean, row_sum, running_sum
 
 ROWS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 33, 64, 100, 128, 200, 256, 1000, 2048, 3000)
 PLACES = (0, 5, 1095)
+CORES = 5e-5
+"""Tensor cores cut the lowest bits of what they add; measured 1.3e-5 over 4096 channels (2026-11, H200)."""
 
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape).cuda()
 
 
+def codes(*shape: int) -> Tensor:
+    """e4m3, from the smallest to the largest alike."""
+    bytes_ = torch.randint(0, 256, shape, dtype=torch.uint8)
+    bytes_[bytes_ & 0x7F == 0x7F] = 0  # NaN
+    return bytes_.view(torch.float8_e4m3fn).cuda()
+
+
 def packs(x: Tensor) -> list[slice]:
     return [slice(p, p + n) for n, p in itertools.product(ROWS, PLACES) if p + n <= len(x)]
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+def close(got: Tensor, want: Tensor, off: float = 1e-5) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=off, atol=off)
 
 
 @pytest.mark.parametrize(("K", "N"), [(64, 16), (128, 128), (700, 48), (4096, 2048)])
@@ -40,6 +53,80 @@ def test_a_row_of_a_product_has_one_value(K: int, N: int) -> None:
     wide = torch.cat((x, x), 1)[:, :K]
     count += compare_bits(tiled_mm(wide, w), whole, "strided")
     print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize(("K", "N"), [(64, 16), (128, 128), (720, 48), (4096, 2048), (2688, 10304)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_row_of_a_narrow_product_has_one_value(K: int, N: int, dtype: torch.dtype) -> None:
+    """Whatever the tile, the rows beside it, their number, and the columns."""
+    from unified_models.ops.linear import narrow_triton
+
+    x = randn(4096, K).bfloat16()
+    w = codes(N, K) if dtype == torch.float8_e4m3fn else randn(N, K).bfloat16()
+    whole, want = narrow.product(x, w), x.double() @ w.double().T
+    close(whole / want.std(), want / want.std(), CORES)
+    count = sum(compare_bits(narrow.product(x[p], w), whole[p], str(p)) for p in packs(x))
+    wide = dtype == torch.bfloat16
+    for _, tile in narrow_triton.TILES if wide else narrow_triton.E4M3_TILES:
+        count += compare_bits(narrow_triton.product(x, w, tile), whole, str(tile))
+    count += compare_bits(narrow.product(x, w[:16]), whole[:, :16].contiguous(), "columns")
+    dirty = torch.where(torch.arange(4096).cuda()[:, None] % 7 == 3, x, torch.nan)
+    count += compare_bits(narrow.product(dirty, w)[3::7], whole[3::7], "next to NaN")
+    count += compare_bits(narrow.product(torch.cat((x, x), 1)[:, :K], w), whole, "strided")
+    odd = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    count += compare_bits(narrow.product(odd, w), whole, "at an odd address")
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize(("K", "N"), [(4096, 4096), (2688, 10304), (4096, 129280), (1024, 1024)])
+def test_deep_gemm_has_the_bits_of_triton(K: int, N: int) -> None:
+    """At any number of rows; the head's shape and Nemotron's among them."""
+    from unified_models.ops.linear import narrow_triton
+
+    if narrow.deep_gemm_release() is None:
+        pytest.skip("no DeepGEMM, or no Hopper GPU")
+    x, w = randn(3000, K).bfloat16(), randn(N, K).bfloat16()
+    assert narrow.large(w)
+    whole = narrow_triton.product(x, w)
+    count = 0
+    for rows in ROWS:
+        count += compare_bits(narrow.product(x[-rows:], w), whole[-rows:], str(rows))
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize(("B", "N"), [(1, 16), (3, 129), (32, 2048)])
+def test_a_row_of_a_scaled_product_has_one_value(B: int, N: int) -> None:
+    from unified_models.ops.linear import narrow_triton
+
+    """Codes of every size, so that their sums are rounded."""
+    x, w = (codes(rows, 128 * B) for rows in (4096, N))
+    x, xs, ws = x.bfloat16(), torch.rand(4096, B).cuda(), torch.rand(N, B).cuda()
+    whole = narrow.scaled_product(x, xs, w, ws)
+    values = [t.double() * s.double().repeat_interleave(128, 1) for t, s in ((x, xs), (w, ws))]
+    want = values[0] @ values[1].T
+    close(whole / want.std(), want / want.std(), CORES)
+    count = sum(
+        compare_bits(narrow.scaled_product(x[p], xs[p], w, ws), whole[p], str(p)) for p in packs(x)
+    )
+    for _, tile in narrow_triton.E4M3_TILES:
+        count += compare_bits(narrow_triton.scaled_product(x, xs, w, ws, tile), whole, str(tile))
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_linear_is_that_of_the_cpu(name: str) -> None:
+    """Every format, with groups, and a stack of experts: float32 sums in another order, and one rounding."""
+    for shape, groups in (((160, 384), 1), ((256, 384), 2), ((3, 48, 384), 1)):
+        weight = make_weight(torch.randn(shape), name, groups=groups)
+        x = torch.randn(40, *((groups,) if groups > 1 else ()), 384).bfloat16()
+        outs = []
+        for device in ("cpu", "cuda"):
+            reading, rows = weight.to(device)(), x.to(device)
+            stack = len(shape) == 3
+            (y,) = grouped_linear(rows, (7, 0, 33), reading) if stack else linear(rows, reading)
+            outs.append(y.detach().cpu().double())
+        assert outs[0].abs().mean() > 0
+        torch.testing.assert_close(outs[1], outs[0], rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -5,6 +5,7 @@ A process of its own, since Triton decides on import. What is right here is thei
 
 import torch
 
+from unified_models.ops.linear import narrow_triton
 from unified_models.ops.products_triton import product
 from unified_models.ops.sums_triton import row_sum, running_sum
 
@@ -30,6 +31,24 @@ def main() -> None:
         close(row_sum(x), x.double().sum(-1, keepdim=True))
         close(running_sum(x), x.double().cumsum(-1))
         count += 2
+    for T, N, K, dtype in (
+        (1, 16, 64, "bfloat16"),
+        (70, 65, 40, "bfloat16"),
+        (3, 7, 272, "float8_e4m3fn"),
+    ):
+        x, w = torch.randn(T, K).bfloat16(), torch.randn(N, K).to(getattr(torch, dtype))
+        close(narrow_triton.product(x, w), x.double() @ w.double().T)
+        xs, ws = torch.rand(T, 3), torch.rand(N, 3)
+        codes = [torch.randn(rows, 384).to(torch.float8_e4m3fn) for rows in (T, N)]
+        wide = [
+            c.double() * s.double().repeat_interleave(128, 1)
+            for c, s in zip(codes, (xs, ws), strict=True)
+        ]
+        close(
+            narrow_triton.scaled_product(codes[0].bfloat16(), xs, codes[1], ws), wide[0] @ wide[1].T
+        )
+        count += 2
+    assert narrow_triton.product(x[:0], w).shape == (0, 7)
     print(f"{count} calls agree")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from unified_models.ops.linear.narrow import deep_gemm_release
 from unified_models.ops.linear.probe import NotExactError, probe
 
 OPERATORS = (
@@ -33,7 +34,8 @@ OPERATORS = (
 )
 BACKENDS = {
     "cpu": dict.fromkeys(OPERATORS, "torch"),
-    "cuda": dict.fromkeys(OPERATORS, "torch, products and sums by Triton"),
+    "cuda": dict.fromkeys(OPERATORS, "torch, products and sums by Triton")
+    | dict.fromkeys(("linear", "grouped_linear"), "Triton, and DeepGEMM where it is installed"),
 }
 """Device type -> operator -> implementation."""
 
@@ -80,6 +82,8 @@ def libraries(device: torch.device) -> dict[str, str]:
     found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         found |= {"triton": version("triton"), "cuda": str(torch.version.cuda)}
+        if (release := deep_gemm_release()) is not None:
+            found["deep_gemm"] = release
     return found
 
 

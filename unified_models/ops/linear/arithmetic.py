@@ -2,7 +2,7 @@
 
 Every product runs on tiles of 16 rows, zero-filled, over a weight of [N, K] storage with N padded to a multiple of
 16 and K whole (or cut into its 128-blocks, for FP8). MKL orders a tile's sums by the tile's shape, and the shape is
-always the same.
+always the same. On a GPU `narrow` multiplies.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from unified_models.formats.activations import GROUP, quantize_rows, static_codes
 from unified_models.formats.fp4 import NVFP4
 from unified_models.formats.weights import BlockFP8, TensorFP8, spread
+from unified_models.ops.linear import narrow
 from unified_models.ops.products import bmm
 from unified_models.weight import Reading
 
@@ -43,7 +44,8 @@ def tiled_mm(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 class Operand:
     """A weight as the tiles read it: a stack of matrices, and what scales their products.
 
-    w: [G, N', K] float32; block FP8: codes [G, K'/128, N', 128]. scales: None or, of block FP8, [G, K'/128, N'].
+    w: [G, N', K] float32; block FP8: codes [G, K'/128, N', 128]. scales: None or, of block FP8, [G, K'/128, N']. On a
+    GPU w is [G, N, K'] of `narrow`'s dtypes, and scales [G, N, K'/128].
     outer: None or [G], applied to the whole sum: per-tensor FP8's two scales, NVFP4's global one.
     """
 
@@ -59,18 +61,33 @@ def operand(reading: Reading) -> Operand:
     stack = reading.weight.groups if len(shape) == 2 else shape[0]
     N = shape[-2] // stack if len(shape) == 2 else shape[-2]
     pad_n = -N % TILE
+    on_gpu = next(iter(reading.packed.values())).is_cuda
     if isinstance(fmt, BlockFP8):
+        if on_gpu:
+            return Operand(*narrow.block_codes(reading, fmt, stack, N), None, N)
         return block_operand(reading, fmt, stack, N)
-    outer = None
-    if isinstance(fmt, TensorFP8):
-        values = reading.packed["codes"].view(torch.float8_e4m3fn).float()
-        outer = reading.packed["scale"] * reading.input_scale
-    elif isinstance(fmt, NVFP4):
-        values, outer = fmt.scaled_codes(reading.packed), reading.packed["global"]
+    if on_gpu:
+        w = narrow.values(reading).reshape(stack, N, shape[-1])
     else:
-        values = reading.dequantized()
-    w = F.pad(values.view(stack, N, shape[-1]), (0, 0, 0, pad_n)).contiguous()
+        w = F.pad(values(reading).view(stack, N, shape[-1]), (0, 0, 0, pad_n)).contiguous()
+    outer = outer_scale(reading)
     return Operand(w, None, None if outer is None else outer.expand(stack), N)
+
+
+def values(reading: Reading) -> Tensor:
+    """float32 values of a weight without block scales, an outer scale left out, in the shape of the weight."""
+    if isinstance(reading.format, TensorFP8):
+        return reading.packed["codes"].view(torch.float8_e4m3fn).float()
+    if isinstance(reading.format, NVFP4):
+        return reading.format.scaled_codes(reading.packed)
+    return reading.dequantized()
+
+
+def outer_scale(reading: Reading) -> Tensor | None:
+    """What multiplies the whole sum, [] or [G]."""
+    if isinstance(reading.format, TensorFP8):
+        return reading.packed["scale"] * reading.input_scale
+    return reading.packed["global"] if isinstance(reading.format, NVFP4) else None
 
 
 def block_operand(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> Operand:
@@ -89,7 +106,7 @@ def block_operand(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> Operan
 @dataclass(frozen=True)
 class Input:
     """Rows as the tiles read them: float32 [..., K], values or e4m3 code values, and a scale for each 128 of K if the
-    codes have one."""
+    codes have one. On a GPU bfloat16 where that is exact: codes, and values that came so."""
 
     x: Tensor
     scales: Tensor | None
@@ -102,14 +119,16 @@ def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | None = None) 
     """x as the weight's product reads it: [..., K] of any float dtype. counts_E: rows of each matrix of a stack, if x
     is sorted by them."""
     if reading.format.input == "dynamic":
-        return Input(*quantize_rows(x))
+        codes, scales = quantize_rows(x)
+        return Input(codes.bfloat16() if x.is_cuda else codes, scales)
     if reading.format.input == "plain":
-        return Input(x.float(), None)
+        return Input(x if x.is_cuda and x.dtype == torch.bfloat16 else x.float(), None)
     scale = reading.input_scale
     if counts_E is not None:
         counts = torch.tensor(counts_E, dtype=torch.int64, device=x.device)
         scale = scale.repeat_interleave(counts)[:, None]
-    return Input(static_codes(x, scale), None)
+    codes = static_codes(x, scale)
+    return Input(codes.bfloat16() if x.is_cuda else codes, None)
 
 
 def inputs(
@@ -130,8 +149,13 @@ def product(rows: Input, w: Operand, g: int) -> Tensor:
     """rows @ w[g].T, float32 [T, N]. Block FP8: each 128-block's product of codes is scaled, then added in block order.
     An outer scale multiplies the sum."""
     if w.scales is None or rows.scales is None:
-        out = tiled_mm(rows.x, w.w[g])[:, : w.N]
+        if rows.x.is_cuda:
+            out = narrow.product(rows.x, w.w[g])
+        else:
+            out = tiled_mm(rows.x, w.w[g])[:, : w.N]
         return out if w.outer is None else out * w.outer[g]
+    if rows.x.is_cuda:
+        return narrow.scaled_product(rows.x, rows.scales, w.w[g], w.scales[g])
     total: Tensor | None = None
     for b in range(w.w.shape[1]):
         part = tiled_mm(rows.x[:, b * GROUP : (b + 1) * GROUP], w.w[g, b])

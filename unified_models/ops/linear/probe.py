@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from unified_models.ops.linear import narrow
 from unified_models.ops.linear.arithmetic import TILE, tiled_mm
 from unified_models.ops.sums import row_sum
 
@@ -42,6 +43,12 @@ def faults_on(device: torch.device) -> Iterator[str]:
             yield f"rows (K {K}, N {N})"
         if not torch.equal(tiled_mm(x, w[:16]), whole[:, :16]):
             yield f"columns (K {K}, N {N})"
+        if x.is_cuda:
+            few, many = (
+                [narrow.product(t.bfloat16(), w.bfloat16()) for t in ts] for ts in (rows, [x])
+            )
+            if not same(few, many[0]):
+                yield f"rows on tensor cores (K {K}, N {N})"
         if not same([row_sum(row) for row in rows], sums):
             yield f"sums (K {K})"
 
