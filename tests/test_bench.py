@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from unified_models import bench, cli
-from unified_models.bench import scan
+from unified_models.bench import products, scan
 from unified_models.bench.clock import in_turn
 from unified_models.bench.jobs import Job
 from unified_models.bench.scan import CHUNKS, MANY, SPAN, WIDTHS, Rows, Scans, Widths, run_scan
@@ -196,3 +196,9 @@ def test_in_turn() -> None:
 def test_size_refuses(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} = 0; at least 1"):
         bench.Size(**{name: 0})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU; tests/gpu runs it")
+def test_products_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert products.main() == 2
+    assert "needs a GPU" in capsys.readouterr().err

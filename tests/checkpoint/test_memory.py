@@ -66,7 +66,9 @@ def test_e08_a37_peak_memory(size: Size, weights: str, tmp_path: Path) -> None:
     shard = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     stack = experts * ffn * width // 2
     print(f"{experts} experts of {expert / 1e6:.1f} MB, {weights}: bytes {found}")
-    assert found["load"] < found["model"] + shard + 2 * stack + 16 * expert, found
+    # Of many small matrices the allocator keeps some that were given back; a stack in float32 would be over this.
+    kept = 16 * expert if size == LARGE else 3 * ffn * width * experts
+    assert found["load"] < found["model"] + shard + 2 * stack + kept, found
     assert found["reported"] == pytest.approx(found["peak"], rel=0.01), found
     assert found["list"] < 8 * expert, f"views, or one dequantised expert at a time: {found}"
     assert found["save"] < 16 * expert, f"one tensor at a time: {found}"

@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from tests.ops.conftest import _make_weight as make_weight
 from tests.ops.conftest import compare_bits
+from unified_models.bench import products
 from unified_models.formats.weights import FORMATS
 from unified_models.ops.grouped_linear import grouped_linear
 from unified_models.ops.linear import linear, narrow
@@ -92,6 +94,15 @@ def test_deep_gemm_has_the_bits_of_triton(K: int, N: int) -> None:
     for rows in ROWS:
         count += compare_bits(narrow.product(x[-rows:], w), whole[-rows:], str(rows))
     print(f"{count} values, none unequal")
+
+
+def test_bench_of_products() -> None:
+    """Its own gate passes, and it has a row for each provider and number of rows."""
+    table = Table()
+    for header in range(6):
+        table.add_column(str(header))
+    assert products.measure(1024, 1024, table)
+    assert table.row_count == len(products.ROWS) * len(products.providers())
 
 
 @pytest.mark.parametrize(("B", "N"), [(1, 16), (3, 129), (32, 2048)])
