@@ -4,6 +4,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+PACKED = ("resident", "rebuild")
+"""What becomes of a cut weight's packed bytes: they stay after a commit, or are derived at each reading."""
+
 
 class Sharding(Protocol):
     """Where a weight's master lies, if it is cut over processes and made whole around a forward."""

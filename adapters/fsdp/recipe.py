@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +24,7 @@ def training(config: Config, folder: Path) -> Iterator[Trainer | None]:
         yield None
         return
     load_start(config, folder)  # refused here, and made before several processes look for it
-    with ShardedTrainer(config, folder) as trainer:
+    with closing(ShardedTrainer(config, folder)) as trainer:
         yield trainer
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ SHARDS = "shards"
 
 
 class ShardedTrainer:
-    """`rl.trainer.Trainer` over config.train.processes processes (FSDP2); a context manager, which ends them.
+    """`rl.trainer.Trainer` over config.train.processes processes (FSDP2), which `close` ends.
 
     Each process runs the forward and the backward of its sequences. The loss is computed here, from the logprobs of all
     and with one gradient for each, so that a comparison with the rollout stops a step before any process goes backward.
@@ -48,17 +47,6 @@ class ShardedTrainer:
             self._pipes.append(ours)
             self._processes.append(process)
         self._answers()
-
-    def __enter__(self) -> "ShardedTrainer":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the processes."""

@@ -20,9 +20,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from unified_models.model import LanguageModel
+from unified_models.sharding import PACKED
 from unified_models.weight import Weight
-
-PACKED = ("resident", "rebuild")
 
 
 @dataclass(frozen=True)

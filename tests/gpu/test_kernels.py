@@ -77,6 +77,7 @@ def test_a_row_of_a_narrow_product_has_one_value(K: int, N: int, dtype: torch.dt
     count += compare_bits(narrow.product(torch.cat((x, x), 1)[:, :K], w), whole, "strided")
     odd = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     count += compare_bits(narrow.product(odd, w), whole, "at an odd address")
+    assert count > 2 * sum(ROWS) * N
     print(f"{count} values, none unequal")
 
 
@@ -93,6 +94,7 @@ def test_deep_gemm_has_the_bits_of_triton(K: int, N: int) -> None:
     count = 0
     for rows in ROWS:
         count += compare_bits(narrow.product(x[-rows:], w), whole[-rows:], str(rows))
+    assert count == sum(ROWS) * N
     print(f"{count} values, none unequal")
 
 
@@ -121,6 +123,7 @@ def test_a_row_of_a_scaled_product_has_one_value(B: int, N: int) -> None:
     )
     for _, tile in narrow_triton.E4M3_TILES:
         count += compare_bits(narrow_triton.scaled_product(x, xs, w, ws, tile), whole, str(tile))
+    assert count > 2 * sum(ROWS) * N
     print(f"{count} values, none unequal")
 
 

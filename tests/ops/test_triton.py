@@ -6,14 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.lacking import without
 
 
 def test_kernels_mean_what_the_cpu_computes() -> None:
     if importlib.util.find_spec("triton") is None:
-        if os.environ.get("REQUIRE_VLLM") == "1":
-            pytest.fail("no Triton, which comes with vLLM")
-        pytest.skip("Triton is not installed")
+        without("no Triton, which comes with vLLM", "REQUIRE_VLLM")
     run = subprocess.run(
         [sys.executable, "-m", "tests.ops.triton_child"],
         cwd=Path(__file__).parents[2],

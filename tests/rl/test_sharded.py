@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unified_models.adapters.fsdp.recipe import training
 from unified_models.adapters.fsdp.trainer import ShardedTrainer
+from unified_models.ops.operator import observe
 from unified_models.rl.config import Config
 from unified_models.rl.recipe import Recipe
 from unified_models.rl.storage import Storage
@@ -121,6 +122,37 @@ def test_faults_of_processes(small: Small, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"training process \d of 2 ended"):
             trainer.logprobs(sequences, 0.7)
         assert all(not process.is_alive() for process in trainer._processes)
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("ulps", [0, 1])
+def test_one_ulp_in_an_operator_stops_every_process_A38(
+    ulps: int, small: Small, tmp_path: Path
+) -> None:
+    """Of the sampler's side alone: the step is refused, and no weight moves on any process. Without it, it is not."""
+    config = small(train={"processes": 2})
+    with training(config, tmp_path) as trainer:
+        made = recipe(config, Storage(tmp_path, config), trainer)
+        made.sync()
+        before, generate = weights(trainer), made.rollout.generate
+
+        def off(name: str, out: Any) -> Any:
+            if name == "rms_norm":
+                out.view(torch.int16)[0, 0] ^= ulps
+            return out
+
+        def faulty(*args: Any) -> Any:
+            with torch.no_grad(), observe(off):
+                return generate(*args)
+
+        made.rollout.generate = faulty  # type: ignore[method-assign]
+        if ulps:
+            with pytest.raises(UnequalError, match=r"\d+ of \d+ sampled tokens have other bits"):
+                made.step()
+        else:
+            assert made.step()["compared"] > 0
+        result = bits(list(weights(trainer).values()), list(before.values()))
+        assert result.compared > 10_000 and (result.unequal == 0) == bool(ulps)
 
 
 def test_checkpoints_of_another_kind_are_refused(small: Small, tmp_path: Path) -> None:

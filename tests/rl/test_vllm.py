@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lacking import without
 from unified_models.adapters.vllm import plugin
 from unified_models.rl.storage import read_metrics
 
@@ -22,7 +23,7 @@ FEW = [
 @pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v4"])
 def test_recipe_over_vllm_is_exact(name: str, tmp_path: Path) -> None:
     if plugin.found() is None:
-        pytest.skip("no vLLM")
+        without("no vLLM", "REQUIRE_VLLM")
     more = [f"out={tmp_path / 'run'}"]
     if name == "nemotron_h":
         more += ["model.overrides.chunk_size=16", "train.processes=2"]

@@ -11,11 +11,11 @@ import msgspec
 
 from unified_models.rl.losses import CORRECTIONS, LOSSES
 from unified_models.rl.tasks import TASKS
+from unified_models.sharding import PACKED
 
 ENGINES = ("embedded", "vllm")
 MODES = ("consistent", "baseline")
 CHECKS = ("stop", "report", "off")
-PACKED = ("resident", "rebuild")
 LAYOUT = ("processes", "experts", "tokens", "packed", "recompute")
 FREE = ("out", "steps", "checkpoint_every", *(f"train.{key}" for key in LAYOUT))
 """Keys that a resumed run may change: where it lies, how long it is, how often it is saved, who computes it."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,11 +34,15 @@ def test_export_of_256_experts_A37(tmp_path: Path) -> None:
         assert MATRIX < largest < EXPERTS // 2 * MATRIX / 4, "no stack of a process is as small"
         assert 0 < listed < 4 * largest
         assert 0 < exported < 8 * largest
-    exported = um.load(tmp_path / "out", progress=False)
-    assert (
-        dict(um.named_tensors(exported)).keys()
-        == dict(um.named_tensors(um.load(tmp_path / "tiny", progress=False))).keys()
+    want, got = (
+        dict(um.named_tensors(um.load(tmp_path / name, progress=False))) for name in ("tiny", "out")
     )
+    assert want.keys() == got.keys()
+    told = um.verify.bits([got[name].float() for name in want], [t.float() for t in want.values()])
+    assert told.unequal == 0 and told.compared > 3 * EXPERTS * WIDTH * FFN
+    expert = next(name for name in want if ".experts." in name)
+    got[expert].view(torch.int32)[0, 0] ^= 1  # the control
+    assert um.verify.bits([got[expert]], [want[expert]]).unequal == 1
 
 
 def exporting(folder: Path) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import unified_models as um
+from tests.lacking import without
 from unified_models.adapters.vllm import plugin
 from unified_models.adapters.vllm.verify import ENVIRONMENT
 
@@ -28,9 +29,7 @@ def verl() -> Path:
     if not python.exists():
         told = Path(sys.prefix, "verl.txt")
         reason = f"no verl: {told.read_text().strip() if told.exists() else f'no {python}'}"
-        if os.environ.get("REQUIRE_TRAINERS") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        without(reason, "REQUIRE_TRAINERS")
     return python
 
 
@@ -78,11 +77,8 @@ def child(verl: Path) -> Callable[..., Any]:
 @pytest.fixture
 def serving(verl: Path) -> dict[str, Any]:
     """How to run a child where vLLM is: in our environment, with verl's packages behind ours."""
-    release = plugin.found()
-    if release is None:
-        if os.environ.get("REQUIRE_VLLM") == "1":
-            pytest.fail("no vLLM")
-        pytest.skip("no vLLM")
+    if plugin.found() is None:
+        without("no vLLM", "REQUIRE_VLLM")
     (site,) = verl.parents[1].glob("lib/python3.*/site-packages")
     environment = ENVIRONMENT | {"VLLM_NO_USAGE_STATS": "1"}
     return {"site": site, "how": {"python": Path(sys.executable), "more": environment}}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import unified_models as um
+from tests.lacking import without
 from unified_models.adapters.vllm import plugin
 
 HERE = Path(__file__).parent
@@ -29,9 +30,7 @@ def vllm() -> str:
     if release is None:
         told = Path(sys.prefix, "vllm.txt")
         reason = f"no vLLM: {told.read_text().strip() if told.exists() else 'not installed'}"
-        if os.environ.get("REQUIRE_VLLM") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        without(reason, "REQUIRE_VLLM")
     return release
 
 
