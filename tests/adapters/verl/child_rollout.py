@@ -28,6 +28,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # noqa
 from vllm import LLM, SamplingParams  # noqa: E402
 
 import unified_models as um  # noqa: E402
+from unified_models.ops.operator import observe  # noqa: E402
 
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 
@@ -87,8 +88,15 @@ def sampled(llm: Any) -> list[tuple[list[int], torch.Tensor]]:
     ]
 
 
+def one_ulp(name: str, out: Any) -> Any:
+    """An operator's fault: the last bit of the first value of each norm."""
+    if name == "rms_norm":
+        out.view(torch.int16)[(0,) * out.dim()] ^= 1
+    return out
+
+
 def loop(folder: Path) -> Any:
-    """Three rounds of rollout, comparison, update and sync; then an update that does not end."""
+    """Three rounds of rollout, comparison, update and sync; then a fault, and an update that does not end."""
     made, llm = child.engine(folder), started(folder)
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": 512})
     rounds = []
@@ -111,6 +119,10 @@ def loop(folder: Path) -> Any:
     made.get_per_tensor_param()  # given out, and lost on the way
     stale = child.batch(sampled(llm))
     found = {"rounds": rounds, "stale": child.told_by(lambda: child.infer(made, stale))}
+    send(llm, made.get_per_tensor_param()[0])
+    with observe(one_ulp):
+        faulty = child.batch(sampled(llm))
+    found["fault"] = child.told_by(lambda: child.infer(made, faulty))
     some = list(um.named_tensors(made.model))[:3]
     llm.apply_model(lambda model: model.load_weights(some))
     found["unfinished"] = ""

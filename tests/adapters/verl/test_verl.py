@@ -195,4 +195,6 @@ def test_loop_over_vllm(
         assert found["bits"] == [found["tokens"] - 2, 0] and found["tokens"] == SAMPLED
         assert found["moved"][1] > found["moved"][0] / 2
     assert told["stale"].startswith("UnequalError:")
+    assert told["fault"].startswith("UnequalError:"), "one ulp in vLLM's norms"
+    assert "response tokens have other bits in the training forward" in told["fault"]
     assert "tensors of the new weights have not come" in told["unfinished"]
