@@ -15,7 +15,7 @@ Fault = tuple[int, str]
 TIERS = [
     rooms.split()
     for rooms in (
-        "autograd config progress quantization sharding",
+        "autograd config operands progress quantization sharding",
         "formats",
         "weight",
         "ops",
@@ -48,7 +48,7 @@ OPERATORS = {
     "conv1d": "sums in another order than bias, then taps; write the taps out",
     "scaled_dot_product_attention": "its blocks depend on the number of keys; ops/attend",
 }
-SUMS = ("sums", "sums_triton", "products", "products_triton", "reference")
+SUMS = ("sums", "sums_triton", "products", "products_triton", "pages_triton", "triton", "reference")
 FOREIGN = ("math", "triton", "unified_models")  # not torch's: math.pow, tl.sigmoid, ops.sigmoid
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 ORDER = re.compile(r"^#+ .*order of summation", re.IGNORECASE | re.MULTILINE)

@@ -93,8 +93,12 @@ def randomize(model: LanguageModel, seed: int = 0) -> None:
 
 def stream(seed: int, path: str) -> torch.Generator:
     """The random numbers of one tensor; they do not depend on what else the model has."""
-    digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.Generator().manual_seed(digest(seed, path))
+
+
+def digest(seed: int, path: str) -> int:
+    """A seed of its own for each tensor."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:8], "little")
 
 
 def normal(shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from unified_models import formats
 from unified_models.autograd import apply
 from unified_models.formats import Format, Packed
 from unified_models.formats.activations import dequantized_rows, static_codes
+from unified_models.operands import Operands
 from unified_models.sharding import Sharding, whole
 
 Version = tuple[int, int]
@@ -47,7 +48,7 @@ class Reading:
     def value(self) -> Tensor:
         """float32 values of the packed bytes; the gradient goes straight through to the master."""
         if self.master is None:
-            return self.dequantized()
+            return self.operand(Reading.dequantized)  # type: ignore[no-any-return]
         return apply(_Value, self.master, self)
 
     def dequantized(self) -> Tensor:
@@ -147,7 +148,7 @@ class Weight(nn.Module):
         self.bumps = 0
         self.commits = 0
         self.committed: Version | None = None
-        self._operands: dict[str, tuple[tuple[int, int], Any]] = {}
+        self._operands = Operands()
         self.bind(self.format.name)
 
     @property
@@ -299,13 +300,17 @@ class Weight(nn.Module):
         if self.positive:
             check_scales(values, name)
 
+    @property
+    def _commits(self) -> tuple[int, int]:
+        return self.commits, self.input_scale.commits if self.input_scale else 0
+
     def operand(self, reading: Reading, build: Callable[[Reading], Any]) -> Any:
-        key = f"{build.__module__}.{build.__qualname__}"
-        kept = self._operands.get(key)
-        commits = (self.commits, self.input_scale.commits if self.input_scale else 0)
-        if kept is None or kept[0] != commits:
-            kept = self._operands[key] = (commits, build(reading))
-        return kept[1]
+        """See `Reading.operand`."""
+        return self._operands.of(reading, self._commits, build)
+
+    def refresh(self) -> None:
+        """Bring what kernels keep of this weight up to date, for a recorded graph that will not ask."""
+        self._operands.refresh(self(), self._commits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Weight":
         """Device moves are followed; dtype casts reach the master of a packed weight and nothing else.

@@ -1,6 +1,7 @@
 """vLLM's attention backend interface, as far as caches of our own need it: metadata in, no kernels."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -18,18 +19,36 @@ from vllm.v1.attention.backend import (
 class Metadata:
     """What one group of caches is told about a step: tokens of each request in it and before it, and its pages.
 
-    lengths, past: host numbers. pages_SK: int64; stale outside of what a request holds.
+    starts_S1, total_S, pages_SK: vLLM's own int32 buffers, which a recorded graph reads at every replay: the first row
+    of each request and their end, tokens with those of the step, and pages, stale outside of what a request holds.
+    Requests without tokens are padding, and stand behind the others. host_starts_S1: the same on the CPU.
     """
 
-    lengths: tuple[int, ...]
-    past: tuple[int, ...]
+    starts_S1: Tensor
+    total_S: Tensor
     pages_SK: Tensor
+    host_starts_S1: Tensor
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each request that has any, a host number."""
+        starts = self.host_starts_S1.tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        kept = [i for i, length in enumerate(lengths) if length]
+        assert kept == list(range(len(kept))), "padding stands behind the requests"
+        return tuple(lengths[: len(kept)])
+
+    @cached_property
+    def past(self) -> tuple[int, ...]:
+        """Earlier tokens of each; a host number, which is waited for."""
+        total = self.total_S.tolist()
+        return tuple(end - length for end, length in zip(total, self.lengths, strict=False))
 
 
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Reads the step off vLLM's own metadata."""
+    """Reads the step off vLLM's own metadata. Graphs: `config.Hook` says whether there are any."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     reorder_batch_threshold = None
 
     def __init__(
@@ -40,17 +59,13 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **_: Any
     ) -> Metadata:
-        """Requests without tokens are padding."""
+        """Nothing is waited for, nothing is copied."""
         common = common_attn_metadata
-        starts = common.query_start_loc_cpu.tolist()
-        lengths = [end - start for start, end in pairwise(starts)]
-        total = common.seq_lens.tolist()
-        kept = [i for i, length in enumerate(lengths) if length]
-        assert kept == list(range(len(kept))), "padding stands behind the requests"
         return Metadata(
-            tuple(lengths[: len(kept)]),
-            tuple(total[i] - lengths[i] for i in kept),
-            common.block_table_tensor[: len(kept)].long(),
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.query_start_loc_cpu,
         )
 
 

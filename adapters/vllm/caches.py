@@ -2,7 +2,8 @@
 
 A State is a sliding window, too: its page covers one chunk and holds the chunk's open rows and the state after the last
 of them, and a window of chunk + 1 tokens keeps the page of the last boundary. So vLLM's prefix cache finds it by the
-rules of windows, at multiples of the chunk, and nothing is copied.
+rules of windows, at multiples of the chunk, and nothing is copied. A convolution before the scan reads a few rows; its
+page is the scan's, too, of whose tokens it keeps the last ones.
 """
 
 import dataclasses
@@ -19,9 +20,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 
 from unified_models.adapters.vllm.backend import Backend, Metadata
 from unified_models.context.slots import Entries, Rows, Slot, State
+from unified_models.formats.records import TailRecord
 
 STRIDES = "tokens_per_state" in {field.name for field in dataclasses.fields(FullAttentionSpec)}
 """Whether a spec of this release may have a row for several tokens, and a page size of its own (0.27 and later)."""
+SHORT = 16
+"""Rows of at most so many tokens lie in the page of a State of their module, where there is one."""
+ALIGNED = 16
+"""bytes of which a page is a multiple, so that kernels may read any dtype in it"""
 HEADER = 16  # bytes of a State's page: the position of its first row, and how many rows it has; int64 each
 
 
@@ -29,11 +35,19 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     """The pages of one slot, as vLLM allocates and binds them.
 
     tokens: of a page. row: bytes of a row; stride: tokens that a row stands for. tail: bytes of a page beyond its rows.
-    keep: tokens that stay readable, None: all.
+    keep: tokens that stay readable, None: all. short: of a State, the Rows that lie in its pages.
     """
 
     def __init__(
-        self, name: str, slot: Slot, *, tokens: int, row: int, stride: int, keep: int | None
+        self,
+        name: str,
+        slot: Slot,
+        *,
+        tokens: int,
+        row: int,
+        stride: int,
+        keep: int | None,
+        short: Sequence[Rows] = (),
     ) -> None:
         super().__init__()
         self.layer_name, self.slot, self.tokens, self.stride, self.keep = (
@@ -44,8 +58,16 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
             keep,
         )
         self.row, self.tail = row, 0
+        self.short: dict[Slot, tuple[int, int]] = {}
+        """where the rows of a slot begin in a page, and how many there are"""
         if isinstance(slot, State):
             self.tail = 4 * slot.size + HEADER
+            # A copy as rows of tokens see it, half as large: decoding reads nothing else.
+            self.tail += 2 * slot.size if isinstance(slot.open.record, TailRecord) else 0
+            for rows in short:
+                assert rows.keep is not None, f"{rows.path}: a bounded number of rows"
+                self.short[rows] = tokens * row + self.tail, rows.keep
+                self.tail += rows.keep * rows.record.size(rows.dim)
         self.kv_cache = torch.empty(0)
         self.block_bytes: int | None = None
 
@@ -61,7 +83,8 @@ class Cache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     @property
     def padded_bytes(self) -> int:
         """The bytes of vLLM's page: as many for each of its rows."""
-        return -(-self.page_bytes // self.rows_per_page) * self.rows_per_page
+        aligned = -(-self.page_bytes // ALIGNED) * ALIGNED
+        return -(-aligned // self.rows_per_page) * self.rows_per_page
 
     def get_attn_backend(self) -> type[Backend]:
         return Backend
@@ -116,22 +139,47 @@ def caches(slots: Iterable[Slot], page_tokens: int, prefix: str) -> Iterator[Cac
 
     ValueError: a page size that does not fit a slot.
     """
-    number = 0
+    for number, args in enumerate(kinds(slots, page_tokens)):
+        yield Cache(f"{prefix}slots.{number}", **args)
+
+
+def level(made: Sequence[Cache], *, prefixes: bool) -> None:
+    """Give all caches one page size, that of the largest, where this release asks for it. Without prefixes, which would
+    be found in whole pages only, rows that are kept for good fill it."""
+    if STRIDES:
+        return
+    largest = max(cache.padded_bytes for cache in made)
+    for cache in made:
+        if cache.keep is None and cache.stride == 1 and not prefixes:
+            while 2 * cache.padded_bytes <= largest:
+                cache.tokens *= 2
+        cache.block_bytes = largest
+
+
+def kinds(slots: Iterable[Slot], page_tokens: int) -> Iterator[dict[str, Any]]:
+    """The arguments of each cache that slots need."""
+    slots = list(slots)
+    states = {parent(slot): slot for slot in slots if isinstance(slot, State)}
+    short: dict[Slot, list[Rows]] = {state: [] for state in states.values()}
     for slot in slots:
-        for args in kinds(slot, page_tokens):
-            yield Cache(f"{prefix}slots.{number}", **args)
-            number += 1
+        state = states.get(parent(slot))
+        few = isinstance(slot, Rows) and slot.keep is not None and slot.keep <= SHORT
+        if isinstance(slot, Rows) and few and state is not None:
+            short[state].append(slot)
+    inside = {slot for of in short.values() for slot in of}
+    for slot in slots:
+        if slot not in inside:
+            for args in kinds_of(slot, page_tokens):
+                yield args | {"short": short.get(slot, ())}
 
 
-def level(made: Sequence[Cache]) -> None:
-    """Give all caches one page size, that of the largest, where this release asks for it."""
-    if not STRIDES:
-        for cache in made:
-            cache.block_bytes = max(other.padded_bytes for other in made)
+def parent(slot: Slot) -> str:
+    """The path of the module that has the slot."""
+    return slot.path.rpartition(".")[0]
 
 
-def kinds(slot: Slot, page_tokens: int) -> Iterator[dict[str, Any]]:
-    """The arguments of each cache that a slot needs."""
+def kinds_of(slot: Slot, page_tokens: int) -> Iterator[dict[str, Any]]:
+    """The arguments of each cache that a slot with pages of its own needs."""
     if isinstance(slot, Rows):
         row = slot.record.size(slot.dim)
         yield {"slot": slot, "tokens": page_tokens, "row": row, "stride": 1, "keep": slot.keep}
@@ -139,7 +187,7 @@ def kinds(slot: Slot, page_tokens: int) -> Iterator[dict[str, Any]]:
         tokens = math.lcm(page_tokens, slot.stride)
         row = slot.record.size(slot.dim)
         yield {"slot": slot, "tokens": tokens, "row": row, "stride": slot.stride, "keep": None}
-        yield from kinds(slot.open, page_tokens)
+        yield from kinds_of(slot.open, page_tokens)
     elif isinstance(slot, State):
         if slot.chunk % page_tokens:
             raise ValueError(
@@ -156,7 +204,7 @@ def pages(slots: Iterable[Slot], page_tokens: int, tokens: int, step_tokens: int
 
     A group is of caches with one window and as many tokens a page; in 0.26 of equal ones, as many in each group.
     """
-    made = [kind for slot in slots for kind in kinds(slot, page_tokens)]
+    made = list(kinds(slots, page_tokens))
     alike = Counter((k["tokens"], k["keep"], k["row"], k["stride"]) for k in made)
     if STRIDES:
         alike = Counter({(*key, 0, 0): 1 for key in {kind[:2] for kind in alike}})

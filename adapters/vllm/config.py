@@ -1,18 +1,25 @@
 """config.json as vLLM sees it: the sizes it asks for, and nothing that would switch on code for its own classes."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
+from unified_models import registry
+from unified_models.adapters.vllm.paged import readable
 from unified_models.adapters.vllm.plugin import ARCHITECTURE
 from unified_models.checkpoint.loading import architecture
+from unified_models.context.slots import State
 
 CHECKS = "unified_models.adapters.vllm.requests:Checks"
 NUMERICS = ("deployed", "float32")
+GRAPHS = ("NONE", "FULL", "FULL_DECODE_ONLY")
 
 
 class UnifiedConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -85,12 +92,42 @@ class Hook:
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """Refuse in one line what is not exact; switch on what is."""
-        for reason, value in refusals(vllm_config):
-            raise ValueError(f"unified_models: {reason}, got {value!r}")
+        for wrong, value in refusals(vllm_config):
+            raise ValueError(f"unified_models: {wrong}, got {value!r}")
         model = vllm_config.model_config
         model.logprobs_mode = "processed_logprobs"
         model.logits_processors = [CHECKS]
-        model.enforce_eager = True  # vLLM's default would compile; ours is run as it is written
+        model.disable_cascade_attn = True
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        if (reason := paged(vllm_config)) is not None or model.enforce_eager:
+            model.enforce_eager = True
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+            if reason is not None and not current_platform.is_cpu():
+                logging.getLogger("vllm.unified_models").warning("no CUDA graphs: %s", reason)
+        elif compilation.cudagraph_mode is None:
+            # A batch that mixes prompts and single tokens is a batch like any other.
+            compilation.cudagraph_mode = CUDAGraphMode.FULL
+
+
+def paged(vllm_config: Any) -> str | None:
+    """Why kernels cannot read all of this model's pages by what the device knows of a step; None: they can, and steps
+    may be recorded as CUDA graphs."""
+    if current_platform.is_cpu():
+        return "the CPU reads the lists of a step"
+    raw = vllm_config.model_config.hf_config.raw
+    module = registry.find(raw["model_type"])
+    with torch.device("meta"):
+        model = module.Model(module.Config.from_json(raw))
+    kept = model.slots().values()
+    if not readable(kept):
+        return f"{raw['model_type']} keeps what has no kernel of its own yet"
+    if vllm_config.cache_config.enable_prefix_caching and any(isinstance(s, State) for s in kept):
+        return (
+            "a prefix may be found in the step that computes it, and a scan would have to wait for its state; "
+            "set enable_prefix_caching=False"
+        )
+    return None
 
 
 def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
@@ -124,13 +161,18 @@ def refusals(vllm_config: Any) -> list[tuple[str, Any]]:
         wrong.append((f"additional_config: numerics must be one of {NUMERICS}", numerics))
     if model.logits_processors not in (None, [CHECKS]):
         wrong.append(("logits processors change the distribution", model.logits_processors))
-    for name, why in (
-        ("mode", "torch.compile keeps float32 between fused operators, and changes bits"),
-        ("cudagraph_mode", "CUDA graphs are not there yet"),
-    ):
-        value = getattr(vllm_config.compilation_config, name)
-        if value is not None and value.name != "NONE":
-            wrong.append((f"compilation_config: {name} must be left unset: {why}", value.name))
+    mode, graphs = (
+        vllm_config.compilation_config.mode,
+        vllm_config.compilation_config.cudagraph_mode,
+    )
+    if mode is not None and mode.name != "NONE":
+        why = "torch.compile keeps float32 between fused operators, and changes bits"
+        wrong.append((f"compilation_config: mode must be left unset: {why}", mode.name))
+    if graphs is not None and graphs.name not in GRAPHS:
+        why = "pieces are cut by torch.compile"
+        wrong.append(
+            (f"compilation_config: cudagraph_mode must be of {GRAPHS}: {why}", graphs.name)
+        )
     if not current_platform.is_cpu() and getattr(vllm_config, "use_v2_model_runner", False):
         reason = "its order of sums in log_softmax has no GPU operator yet; set VLLM_USE_V2_MODEL_RUNNER=0"
         wrong.append((f"vLLM's V2 runner: {reason}", current_platform.device_type))

@@ -39,7 +39,10 @@ class VllmMemory:
         self, step: Step, slot: Rows, new_TD: Tensor, scales_D: Tensor | None = None
     ) -> Readable:
         """See `context.memory.Memory`."""
-        return self._exchange(self.caches[slot], slot, new_TD, scales_D)
+        cache = self.caches[slot]
+        if slot in cache.short:
+            return self._exchange_short(cache, slot, new_TD)
+        return self._exchange(cache, slot, new_TD, scales_D)
 
     def entries(self, step: Step, slot: Entries, new_UD: Tensor) -> Readable:
         """See `context.memory.Memory`."""
@@ -84,7 +87,7 @@ class VllmMemory:
         assert metadata is not None, "a step with a past has pages"
         if self.members is not None:
             sequence_N = torch.tensor(self.members, device=sequence_N.device)[sequence_N]
-        return metadata.pages_SK[sequence_N, number_N]
+        return metadata.pages_SK[sequence_N, number_N].long()
 
     def _check(self, cache: Cache, pages: Tensor, first: Tensor, held: Tensor | int) -> None:
         """What a page says of itself: the position of its first row, and how many it has."""
@@ -107,6 +110,31 @@ class VllmMemory:
         rows[new.page_N, new.row_N] = data
         read = rows[readable.page_N, readable.row_N]
         return Readable(slot.record.decode(read, slot.dim, scales_D), readable.base_S)
+
+    def _exchange_short(self, cache: Cache, slot: Rows, new_TD: Tensor) -> Readable:
+        """Of Rows in a State's page, which keeps those of its last tokens: place p % keep is of position p of it."""
+        step, (start, keep) = self.step, cache.short[slot]
+        data, size = slot.record.encode(new_TD), slot.record.size(slot.dim)
+        rows = cache.pages_PB[:, start : start + keep * size].unflatten(1, (keep, size))
+        old_S = step.past_S.clamp_max(keep - 1)
+        position_N, whose_N = numbers(step.past_S - old_S, old_S), owners(old_S)
+        old = rows[
+            self._pages(cache, whose_N, position_N // cache.tokens),
+            position_N % cache.tokens % keep,
+        ]
+        end_T = torch.minimum(
+            step.total_S[step.sequence_T], (step.positions_T // cache.tokens + 1) * cache.tokens
+        )
+        kept = (step.positions_T >= end_T - keep).nonzero().flatten()
+        position_N, whose_N = step.positions_T[kept], step.sequence_T[kept]
+        pages = self._pages(cache, whose_N, position_N // cache.tokens)
+        rows[pages, position_N % cache.tokens % keep] = data[kept]
+        # Sequence after sequence, the old rows first: a sequence's row numbers say where each goes.
+        base_S = (old_S + step.lengths_S).cumsum(0) - step.total_S
+        read = data.new_empty(len(old) + len(data), size)
+        read[base_S[owners(old_S)] + numbers(step.past_S - old_S, old_S)] = old
+        read[base_S[step.sequence_T] + step.positions_T] = data
+        return Readable(slot.record.decode(read, slot.dim), base_S)
 
     def _places(self, cache: Cache) -> tuple[Places, Places]:
         """Of the rows that this step writes, and of those it can read."""

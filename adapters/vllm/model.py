@@ -14,14 +14,16 @@ from unified_models import registry
 from unified_models.adapters.vllm import report
 from unified_models.adapters.vllm.backend import Metadata
 from unified_models.adapters.vllm.caches import Cache, caches, level
-from unified_models.adapters.vllm.config import NUMERICS
+from unified_models.adapters.vllm.config import NUMERICS, paged
 from unified_models.adapters.vllm.memory import VllmMemory, waves
+from unified_models.adapters.vllm.paged import PageMemory
+from unified_models.adapters.vllm.watch import Watch
 from unified_models.adapters.vllm.weights import load, still_missing
-from unified_models.checkpoint.shards import some
+from unified_models.checkpoint.shards import Shards, some
 from unified_models.checkpoint.sync import update
 from unified_models.context.local import LocalContext
 from unified_models.context.slots import Slot, State
-from unified_models.context.step import Step
+from unified_models.context.step import DeviceStep, Step
 from unified_models.model import LanguageModel
 from unified_models.weight import Weight
 
@@ -38,7 +40,10 @@ class UnifiedForCausalLM(nn.Module):
         # every child's tensors by empty ones and wait for loaders of its own kind. Ours change in place, all at once,
         # after everything was checked.
         self.model: LanguageModel
-        self.__dict__["model"] = module.Model(module.Config.from_json(raw))
+        with torch.device(
+            "meta"
+        ):  # it will hold packed bytes only, and they come with the checkpoint
+            self.__dict__["model"] = module.Model(module.Config.from_json(raw))
         self.model.requires_grad_(False)
         self.model.name_parts()
         if self.numerics == "float32":
@@ -48,7 +53,7 @@ class UnifiedForCausalLM(nn.Module):
         made = list(
             caches(self.model.slots().values(), page_tokens, f"{prefix}." if prefix else "")
         )
-        level(made)
+        level(made, prefixes=bool(vllm_config.cache_config.enable_prefix_caching))
         known = vllm_config.compilation_config.static_forward_context
         for cache in made:
             if cache.layer_name in known:
@@ -58,10 +63,13 @@ class UnifiedForCausalLM(nn.Module):
         self.by_slot: dict[Slot, Cache] = {cache.slot: cache for cache in made}
         for cache in made:
             if isinstance(cache.slot, State):
-                self.by_slot[cache.slot.open] = cache
+                self.by_slot |= dict.fromkeys((cache.slot.open, *cache.short), cache)
         self.filled, self.missing = False, set[str]()
+        self.device = torch.device(vllm_config.device_config.device)
         self.groups: list[report.Group] = []
-        self._ctx: LocalContext | None = None
+        self.paged = paged(vllm_config) is None
+        self.most = vllm_config.model_config.max_model_len
+        self.nan = Watch()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Rows of the embedding; vLLM asks a text model for it, and calls `forward` with ids."""
@@ -81,15 +89,20 @@ class UnifiedForCausalLM(nn.Module):
         metadata = self.caches[0].metadata
         if metadata is None:
             step = Step.of([len(input_ids)], device=input_ids.device)
-            self._ctx = LocalContext(step)
+            ctx = LocalContext(step)
         else:
             self._tell_groups()
+            if self.paged:
+                starts_S1, total_S = metadata.starts_S1, metadata.total_S
+                step = DeviceStep(starts_S1, total_S, len(input_ids), self.most)
+                ctx = LocalContext(step, PageMemory(self.by_slot))  # type: ignore[arg-type]
+                return self.model(input_ids.long(), ctx)  # type: ignore[no-any-return]
             order = waves(self.caches, metadata)
             if len(order) > 1:
                 return self._in_waves(input_ids, metadata, order)
             step = Step.of(metadata.lengths, metadata.past, input_ids.device)
-            self._ctx = LocalContext(step, VllmMemory(step, self.by_slot))
-        hidden: Tensor = self.model(input_ids[: step.num_tokens].long(), self._ctx)
+            ctx = LocalContext(step, VllmMemory(step, self.by_slot))
+        hidden: Tensor = self.model(input_ids[: step.num_tokens].long(), ctx)
         missing = len(input_ids) - step.num_tokens
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
 
@@ -104,8 +117,8 @@ class UnifiedForCausalLM(nn.Module):
             step = Step.of(lengths, past, input_ids.device)
             rows = [row for s in members for row in range(starts[s], starts[s + 1])]
             at = torch.tensor(rows, device=input_ids.device)
-            self._ctx = LocalContext(step, VllmMemory(step, self.by_slot, members))
-            part = self.model(input_ids[at].long(), self._ctx)
+            ctx = LocalContext(step, VllmMemory(step, self.by_slot, members))
+            part = self.model(input_ids[at].long(), ctx)
             if not hidden.numel():
                 hidden = part.new_zeros(len(input_ids), *part.shape[1:])
             hidden[at] = part
@@ -120,15 +133,11 @@ class UnifiedForCausalLM(nn.Module):
                 log.info("%s, %d bytes lost", group, group.lost)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 [rows, vocabulary]. FloatingPointError: a NaN, as from pages of other weights."""
-        ctx = self._ctx or LocalContext(Step.of([len(hidden_states)], device=hidden_states.device))
+        """float32 [rows, vocabulary]. FloatingPointError: a NaN, as from pages of other weights; on a GPU, which nobody
+        waits for, in a later call."""
+        ctx = LocalContext(Step.of([len(hidden_states)], device=hidden_states.device))
         logits = self.model.logits(hidden_states, ctx)
-        if logits.isnan().any():
-            row = int(logits.isnan().any(-1).nonzero()[0])
-            raise FloatingPointError(
-                f"logits of row {row} are NaN; after weights were replaced, vLLM's prefix cache must be dropped: "
-                "llm.reset_prefix_cache(reset_running_requests=True)"
-            )
+        self.nan.look(logits)
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -137,7 +146,11 @@ class UnifiedForCausalLM(nn.Module):
 
         What the caches hold is of the old weights then, and is spoilt: read by mistake, it shows.
         """
-        names = load(self.model, weights, self.numerics, self.filled)
+        return self.load_shards(weights)
+
+    def load_shards(self, weights: Iterable[tuple[str, Tensor]] | Shards) -> set[str]:
+        """`load_weights`, also of tensors that are read one at a time."""
+        names = load(self.model, weights, self.numerics, self.filled, self.device)
         if not self.filled:
             logging.getLogger("vllm.unified_models").info(
                 "%s", report.text(self.model, self.caches)
@@ -154,6 +167,8 @@ class UnifiedForCausalLM(nn.Module):
 
     def _replaced(self, missing: set[str]) -> None:
         self.missing = missing
+        for _, weight in self.model.weights():
+            weight.refresh()
         for cache in self.caches:
             cache.spoil()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from unified_models.checkpoint.loading import fill
@@ -33,7 +34,11 @@ class Given(Shards):
 
 
 def load(
-    model: LanguageModel, tensors: Iterable[tuple[str, Tensor]], numerics: str, filled: bool
+    model: LanguageModel,
+    tensors: Iterable[tuple[str, Tensor]] | Shards,
+    numerics: str,
+    filled: bool,
+    device: torch.device,
 ) -> set[str]:
     """Fill the model, or replace what it holds; the names that were given.
 
@@ -41,11 +46,10 @@ def load(
     plain tensors are masters, as a trainer holds them (`checkpoint.update`), all of them or some.
     Raises ValueError listing every problem before the first byte changes.
     """
-    given = Given(tensors)
+    given = tensors if isinstance(tensors, Shards) else Given(tensors)
     if filled and all(stored.dtype in (*PLAIN, *WHOLE) for stored in given.tensors.values()):
-        update(model, given.held.items(), strict=False)
+        update(model, ((name, given.read(name)) for name in given.tensors), strict=False)
         return set(given.tensors)
-    device = next(t.device for t in (*model.parameters(), *model.buffers()))
     found = match(Names.of(model), given, {})
     fill(model, given, found, device, numerics, weights="packed", progress=False)
     return set(given.tensors)

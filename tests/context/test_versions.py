@@ -13,6 +13,7 @@ from unified_models.context.step import Step
 from unified_models.model import LanguageModel
 from unified_models.ops.grouped_linear import grouped_linear
 from unified_models.ops.linear import linear
+from unified_models.ops.linear.arithmetic import operand
 
 
 def weight(*shape: int, **options: Any) -> Weight:
@@ -143,12 +144,13 @@ def test_operand_is_made_once_for_each_commit() -> None:
     w, x = weight(8, 16), torch.randn(2, 16)
     made = []
     first = linear(x, w())[0]
-    w().operand(lambda reading: made.append(reading))
-    w().operand(lambda reading: made.append(reading))
-    kept = w._operands["unified_models.ops.linear.arithmetic.operand"]
+    w().operand(made.append)
+    w().operand(made.append)
+    kept = w().operand(operand)
     assert torch.equal(linear(x, w())[0], first)
-    assert w._operands["unified_models.ops.linear.arithmetic.operand"] is kept
+    assert w().operand(operand) is kept
     w.assign(torch.zeros(8, 16))
+    assert w().operand(operand).w is kept.w, "a recorded graph reads the old address"
     assert torch.equal(linear(x, w())[0], torch.zeros(2, 8, dtype=torch.bfloat16))
     assert len(made) == 1
 

@@ -70,7 +70,7 @@ def test_a_row_of_a_narrow_product_has_one_value(K: int, N: int, dtype: torch.dt
     count = sum(compare_bits(narrow.product(x[p], w), whole[p], str(p)) for p in packs(x))
     wide = dtype == torch.bfloat16
     for _, tile in narrow_triton.TILES if wide else narrow_triton.E4M3_TILES:
-        count += compare_bits(narrow_triton.product(x, w, tile), whole, str(tile))
+        count += compare_bits(narrow_triton.product(x, w, tile=tile), whole, str(tile))
     count += compare_bits(narrow.product(x, w[:16]), whole[:, :16].contiguous(), "columns")
     dirty = torch.where(torch.arange(4096).cuda()[:, None] % 7 == 3, x, torch.nan)
     count += compare_bits(narrow.product(dirty, w)[3::7], whole[3::7], "next to NaN")
@@ -94,7 +94,9 @@ def test_deep_gemm_has_the_bits_of_triton(K: int, N: int) -> None:
     count = 0
     for rows in ROWS:
         count += compare_bits(narrow.product(x[-rows:], w), whole[-rows:], str(rows))
-    assert count == sum(ROWS) * N
+        rounded = narrow.product(x[-rows:], w, torch.bfloat16)
+        count += compare_bits(rounded, whole[-rows:].bfloat16(), f"{rows}, rounded")
+    assert count == 2 * sum(ROWS) * N
     print(f"{count} values, none unequal")
 
 
@@ -122,7 +124,9 @@ def test_a_row_of_a_scaled_product_has_one_value(B: int, N: int) -> None:
         compare_bits(narrow.scaled_product(x[p], xs[p], w, ws), whole[p], str(p)) for p in packs(x)
     )
     for _, tile in narrow_triton.E4M3_TILES:
-        count += compare_bits(narrow_triton.scaled_product(x, xs, w, ws, tile), whole, str(tile))
+        count += compare_bits(
+            narrow_triton.scaled_product(x, xs, w, ws, tile=tile), whole, str(tile)
+        )
     assert count > 2 * sum(ROWS) * N
     print(f"{count} values, none unequal")
 

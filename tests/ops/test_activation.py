@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unified_models.ops import relu2, sigmoid, silu, softplus, swiglu
+from unified_models.ops import relu2, sigmoid, silu, softplus, swiglu, time_step
 from unified_models.ops.activation.reference import relu2 as relu2_reference
 from unified_models.ops.activation.reference import swiglu as reference
 
@@ -41,6 +41,15 @@ def test_plain_ones_and_backward(check_gradients, fn) -> None:
 def test_relu2_and_backward(check_gradients, dtype: torch.dtype) -> None:
     x = (8 * torch.randn(40, 33)).to(dtype).requires_grad_()
     check_gradients(lambda: relu2(x), relu2_reference, {"x": x}, terms=8)
+
+
+def test_silu_of_another_dtype_and_backward(same_bits) -> None:
+    """One rounding, and the gradient of silu followed by the rounding."""
+    x, given = (8 * torch.randn(300)).requires_grad_(), torch.randn(300).bfloat16()
+    outs = [silu(x, torch.bfloat16), silu(x).to(torch.bfloat16)]
+    grads = [torch.autograd.grad(y, x, given)[0] for y in outs]
+    assert same_bits(*([y, g] for y, g in zip(outs, grads, strict=True)), "dtype") == 600
+    assert silu(x.double()).dtype == torch.float64
 
 
 def test_relu2_rounds_once_and_backward() -> None:
@@ -144,3 +153,16 @@ def test_one_rounding_to_bfloat16() -> None:
     gate, up = (torch.randn(500).bfloat16() for _ in "gu")
     got, want = swiglu(gate, up), swiglu(gate.float(), up.float())
     assert torch.equal(got, want.bfloat16())
+
+
+def test_time_step_and_backward(check_gradients) -> None:
+    """softplus of the sum, clamped on both sides; at a limit no gradient passes."""
+    limit = (0.4, 1.2)
+    dt, bias = torch.randn(40, 9).requires_grad_(), torch.randn(9).requires_grad_()
+
+    def plain(dt: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.softplus(dt + bias).clamp(*limit)
+
+    check_gradients(lambda: time_step(dt, bias, limit), plain, {"dt": dt, "bias": bias}, terms=8)
+    y = time_step(dt.detach(), bias.detach(), limit)
+    assert y.min() == torch.tensor(0.4) and y.max() == torch.tensor(1.2)

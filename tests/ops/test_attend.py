@@ -1,15 +1,17 @@
 """attend: query heads in groups over lists of key and value rows, against float64, and rows whose bits never move."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.attend_pages import Pack, World, compare_steps, plain, same
 from unified_models.context import Rows
 from unified_models.context.lists import window_lists
 from unified_models.context.step import Step
-from unified_models.ops.attend import arithmetic, attend
+from unified_models.ops.attend import arithmetic, attend, attend_pages
 from unified_models.ops.attend.reference import attend as reference
 
 SCALE = 0.2
@@ -191,3 +193,79 @@ def test_what_does_not_fit_is_refused() -> None:
         attend(torch.zeros(1, 3, 8), rows, rows, index_TN, scale=1.0)
     with pytest.raises(ValueError, match="a list is a multiple of 64 places long, got 65"):
         attend(torch.zeros(1, 4, 8), rows, rows, torch.zeros(1, 65, dtype=torch.int64), scale=1.0)
+
+
+CASES = [(4, 2, 16, None), (6, 1, 24, 70), (3, 3, 32, 5)]  # H, G, D, keep
+LENGTHS, PAST = (1, 40, 0, 33, 2, 0), (150, 0, 0, 64, 62, 0)
+TOTALS = tuple(p + n for p, n in zip(PAST, LENGTHS, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("H", "G", "D", "keep"), CASES)
+def test_attend_pages_and_backward(check_gradients, H: int, G: int, D: int, keep, dtype) -> None:
+    """Flat rows, keys and values in one tensor; each token against a softmax over what it sees."""
+    pack = Pack(World(TOTALS, H, G, D, keep, dtype), LENGTHS, PAST, per_page=None)
+    (k, v), q, seen = pack.pages, pack.q_THD.requires_grad_(), []
+    rows = k.values.nan_to_num().requires_grad_()
+    for s, p in zip(pack.who.sequence_T.tolist(), pack.who.position_T.tolist(), strict=True):
+        base = int(k.table_SK[s, 0])
+        seen.append(slice(base + (0 if keep is None else max(0, p - keep + 1)), base + p + 1))
+
+    def plain(q: Tensor, rows: Tensor) -> Tensor:
+        k_RGD, v_RGD = rows.unflatten(1, (2, G, D)).unbind(1)
+        outs = [
+            reference(q[t], k_RGD[n], v_RGD[n], scale=pack.world.D**-0.5)
+            for t, n in enumerate(seen)
+        ]
+        return torch.stack(outs)
+
+    pages = replace(k, values=rows), replace(v, values=rows)
+    how = {"scale": D**-0.5, "keep": keep, "groups": G, "most": 200}
+    check_gradients(
+        lambda: attend_pages(q, *pages, pack.who, **how), plain, {"q": q, "rows": rows},
+        terms=max(TOTALS) + D,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("codes", [None, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("H", "G", "D", "keep"), CASES)
+def test_pages_change_no_bit(H: int, G: int, D: int, keep, codes) -> None:
+    """Pages of any size, and flat rows; a longer bound; the step cut into single tokens; NaN beyond what is seen."""
+    pack = Pack(World(TOTALS, H, G, D, keep, torch.bfloat16, codes), LENGTHS, PAST, padding=3)
+    whole, count = pack.run(attend_pages), 0
+    assert whole[-3:].eq(0).all()
+    torch.testing.assert_close(whole[:-3].double(), plain(pack), rtol=1e-2, atol=1e-2)
+    for other in (
+        replace(pack, per_page=64),
+        replace(pack, per_page=None),
+        replace(pack, per_page=7, most=500),
+    ):
+        count += same(other.run(attend_pages), whole, str(other.per_page))
+    count += compare_steps(attend_pages, pack, whole)
+    assert count > 3 * whole.numel()
+
+
+def test_codes_are_dequantized_first() -> None:
+    world = World((70,), 4, 2, 16, None, torch.float32, torch.float8_e4m3fn)
+    pack = Pack(world, (70,), (0,), per_page=None)
+    k, lists = pack.pages[0], causal(70, 0)
+    base = int(k.table_SK[0, 0])
+    k_RGD, v_RGD = k.values[base:].float().unflatten(1, (2, 2, 16)).unbind(1)
+    want = attend(pack.q_THD, k_RGD * 0.7, v_RGD * 1.3, lists, scale=0.25)
+    assert torch.equal(pack.run(attend_pages), want)
+
+
+def test_pages_that_do_not_fit_are_refused() -> None:
+    world = World((3,), 4, 2, 16, None, torch.float32)
+    q, (k, v), who = (pack := Pack(world, (3,), (0,))).q_THD, pack.pages, pack.who
+    how = {"scale": 1.0, "keep": None, "most": 3}
+    with pytest.raises(ValueError, match="4 query heads do not divide over 3 key heads"):
+        attend_pages(q, k, v, who, groups=3, **how)
+    with pytest.raises(ValueError, match=r"keys are torch.float32, values torch.bfloat16"):
+        attend_pages(q, k, replace(v, values=v.values.bfloat16()), who, groups=2, **how)
+    ones = (torch.ones(()), torch.ones(()))
+    with pytest.raises(ValueError, match=r"torch.float32 rows, with scales"):
+        attend_pages(q, k, v, who, groups=2, scales=ones, **how)
+    k, v = (replace(x, values=x.values.to(torch.float8_e4m3fn)) for x in (k, v))
+    with pytest.raises(ValueError, match=r"torch.float8_e4m3fn rows, without scales"):
+        attend_pages(q, k, v, who, groups=2, **how)

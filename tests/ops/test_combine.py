@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unified_models.ops.combine import combine
+from unified_models.ops.combine import combine, combine_sorted
 from unified_models.ops.combine.reference import combine as reference
 
 
@@ -48,3 +48,18 @@ def test_one_rounding() -> None:
     y, gates = torch.randn(50, 6, 5).bfloat16(), torch.rand(50, 6)
     wide = combine(y, gates, dtype=torch.float32)
     assert torch.equal(combine(y, gates, dtype=torch.bfloat16), wide.bfloat16())
+
+
+def test_combine_sorted_and_backward(same_bits, check_gradients) -> None:
+    """The bits of combine, rows read by their places; each row's gradient goes to its place."""
+    y, gates = torch.randn(42, 5).requires_grad_(), torch.rand(7, 6).requires_grad_()
+    place = torch.randperm(42).view(7, 6)
+    for dtype in (torch.bfloat16, torch.float32):
+        got = combine_sorted(y, place, gates, dtype)
+        assert same_bits(got, combine(y[place], gates, dtype=dtype), str(dtype)) == 35
+    check_gradients(
+        lambda: combine_sorted(y, place, gates, torch.float32),
+        lambda y, gates: reference(y[place], gates),
+        {"y": y, "gates": gates},
+        terms=33,
+    )

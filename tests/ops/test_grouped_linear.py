@@ -155,3 +155,15 @@ def test_what_does_not_fit_is_refused(make_weight, shape, channels) -> None:
         ValueError, match=rf"5 experts and rows of {channels} channels .*{shape[0]}, "
     ):
         grouped_linear(torch.randn(sum(COUNTS), channels), COUNTS, weight())
+
+
+@pytest.mark.parametrize(("name", "k", "n"), FORMATS, ids=IDS)
+def test_counts_as_a_tensor_and_backward(make_weight, same_bits, name, k, n) -> None:
+    """The same rows and gradients as for numbers."""
+    weight, x = make_weight(values(len(COUNTS), k, n), name), torch.randn(sum(COUNTS), k)
+    found = []
+    for counts in (COUNTS, torch.tensor(COUNTS)):
+        rows = x.clone().requires_grad_()
+        (y,) = grouped_linear(rows, counts, weight())
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), (rows, weight.master))))
+    assert same_bits(*found, "a tensor of counts") > x.numel()

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from unified_models.ops import sqrt_softplus
+from unified_models.ops import route_weights, sqrt_softplus
+from unified_models.ops.router_scores import reference as plain
 from unified_models.ops.router_scores.reference import sqrt_softplus as reference
 
 
@@ -49,3 +50,25 @@ def test_far_below_and_backward() -> None:
     assert bool(x.grad.isfinite().all())
     assert torch.allclose(x.grad[:2].double(), want[:2] / 2, rtol=1e-6)
     assert torch.equal(x.grad[3:], torch.zeros(2))
+
+
+def test_route_weights_and_backward(check_gradients) -> None:
+    """Of distinct experts: they sum to the scaling, and the gradient goes to the chosen scores alone."""
+    scores = (torch.rand(40, 9) + 0.1).requires_grad_()
+    ids = torch.rand(40, 9).argsort(1)[:, :3]
+    check_gradients(
+        lambda: route_weights(scores, ids, 2.5),
+        lambda scores: plain.route_weights(scores, ids, 2.5),
+        {"scores": scores},
+        terms=8,
+    )
+    sums = route_weights(scores.detach(), ids, 2.5).double().sum(1)
+    assert torch.allclose(sums, torch.full_like(sums, 2.5), rtol=1e-6)
+
+
+def test_rows_of_route_weights_keep_their_bits(check_rows) -> None:
+    ids = torch.rand(150, 32).argsort(1)[:, :6]
+    assert (
+        check_rows(lambda scores, ids: route_weights(scores, ids, 1.5), torch.rand(150, 32), ids)
+        > 0
+    )

@@ -52,7 +52,7 @@ def test_a_tiny_checkpoint_is_exact_A09(tmp_path: Path, name: str) -> None:
         assert report.counts[one] > 0, one
     assert not {"windows_inside", "queries_above", "select_ties"} & set(report.counts)
     for line in report.controls.values():
-        assert re.search(r"named 11 of 11, reached the logprobs: embed, rms_norm, ", line), line
+        assert re.search(r"named 13 of 13, reached the logprobs: embed, rms_norm, ", line), line
 
 
 @pytest.mark.parametrize("name", ["attend", "conv", "scan", "moe"])
@@ -111,7 +111,7 @@ def test_control_names_every_kind_of_operator(hybrid: Any, draw: Any) -> None:
     names = {injection.fault.call.operator for injection in result.injections}
     assert names == {
         *("embed", "linear", "conv", "scan", "attend", "choose", "moe"),
-        *("rms_norm", "gated_norm", "relu2", "log_softmax"),
+        *("rms_norm", "gated_norm", "relu2", "log_softmax", "time_step", "route_weights"),
     }
     assert all(injection.found for injection in result.injections)
     assert {injection.fault.call.operator for injection in result.reached} >= {"scan", "attend"}

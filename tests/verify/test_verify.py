@@ -54,7 +54,7 @@ def test_the_tiny_checkpoint_is_exact(tiny_folder: Path) -> None:
     assert all(value > 0 for value in report.counts.values()), report.counts
     assert set(asdict(report.counters)) - set(report.counts) == SCANS
     for line in report.controls.values():
-        assert "named 17 of 17, reached the logprobs: embed" in line
+        assert "named 18 of 18, reached the logprobs: embed" in line
     written = json.loads(report.to_json())
     assert written["ok"]
     assert len(written["cells"]) == len(wanted)

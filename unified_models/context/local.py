@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unified_models.context import paged
 from unified_models.context.interface import Experts, Pool
 from unified_models.context.lists import (
     numbers,
@@ -25,7 +26,7 @@ from unified_models.ops.activation import relu2, swiglu
 from unified_models.ops.attend import attend
 from unified_models.ops.attend_latent import attend_latent
 from unified_models.ops.choose import choose
-from unified_models.ops.combine import combine
+from unified_models.ops.combine import combine_sorted
 from unified_models.ops.compress import compress
 from unified_models.ops.conv import conv
 from unified_models.ops.embed import embed
@@ -35,6 +36,7 @@ from unified_models.ops.operator import operator
 from unified_models.ops.rope import Rope
 from unified_models.ops.scan import scan
 from unified_models.ops.select import select
+from unified_models.ops.sort import by_expert
 from unified_models.weight import Reading, Table, Version, Weight
 
 Onlooker = Callable[[nn.Module, str, Any], None]
@@ -99,6 +101,9 @@ class LocalContext:
         scale: float,
         scales: tuple[Weight, Weight] | None = None,
     ) -> Tensor:
+        if q_THD.is_cuda:
+            read = None if scales is None else [self.read(w).dequantized() for w in scales]
+            return paged.attend(self.step, self.memory, q_THD, k_TGD, v_TGD, slot, scale, read)
         kept = self.memory.rows(
             self.step, slot, torch.cat((k_TGD, v_TGD), 1).flatten(1), self._channels(k_TGD, scales)
         )
@@ -110,8 +115,8 @@ class LocalContext:
         """The scales of k and v, one a channel of their row."""
         if scales is None:
             return None
-        both = torch.stack([self.read(weight).dequantized() for weight in scales])
-        return both.repeat_interleave(k_TGD.shape[1:].numel())
+        read = [self.read(weight).dequantized() for weight in scales]
+        return paged.channels(read, k_TGD.shape[1:].numel())
 
     @operator
     def attend_latent(
@@ -180,10 +185,12 @@ class LocalContext:
 
     @operator
     def conv(self, x_TC: Tensor, taps: Weight, bias: Weight | None, slot: Rows) -> Tensor:
-        kept = self.memory.rows(self.step, slot, x_TC)
+        taps_CK = self.read(taps).value.flatten(1)
         bias_C = None if bias is None else self.read(bias).value
-        lists = tap_rows(self.step, slot, kept.base_S)
-        return conv(kept.rows_RD, lists, self.read(taps).value.flatten(1), bias_C)
+        if x_TC.is_cuda:
+            return paged.conv(self.step, self.memory, x_TC, taps_CK, bias_C, slot)
+        kept = self.memory.rows(self.step, slot, x_TC)
+        return conv(kept.rows_RD, tap_rows(self.step, slot, kept.base_S), taps_CK, bias_C)
 
     @operator
     def scan(
@@ -197,22 +204,17 @@ class LocalContext:
         a_H: Tensor,
         skip_H: Tensor,
     ) -> Tensor:
-        x_RHP, dt_RH, b_RGN, base_S = self._open_rows(x_THP, dt_TH, b_TGN, slot)
+        if x_THP.is_cuda:
+            heads = a_H, skip_H
+            return paged.scan(self.step, self.memory, x_THP, dt_TH, b_TGN, c_TGN, slot, *heads)
+        x_RHP, dt_RH, b_RGN, base_S = paged.open_rows(
+            self.step, self.memory, x_THP, dt_TH, b_TGN, slot
+        )
         states_SHPN = self.memory.states(self.step, slot)
         grid = scan_grid(self.step, slot, base_S)
         y_THP, new_UHPN = scan(x_RHP, dt_RH, b_RGN, c_TGN, a_H, skip_H, states_SHPN, grid)
         self.memory.keep_states(self.step, slot, new_UHPN)
         return y_THP
-
-    def _open_rows(
-        self, x_THP: Tensor, dt_TH: Tensor, b_TGN: Tensor, slot: State
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x, dt and b of the open chunks, float32, old rows and new ones; and the base of each sequence in them."""
-        new_TD = torch.cat((x_THP.float().flatten(1), b_TGN.float().flatten(1), dt_TH), 1)
-        kept = self.memory.rows(self.step, slot.open, new_TD)
-        x_RD, b_RD, dt_RH = kept.rows_RD.split(slot.parts, 1)
-        x_RHP, b_RGN = x_RD.unflatten(1, x_THP.shape[1:]), b_RD.unflatten(1, b_TGN.shape[1:])
-        return x_RHP, dt_RH, b_RGN, kept.base_S
 
     # a token and its experts
 
@@ -224,24 +226,18 @@ class LocalContext:
 
     @operator
     def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
-        T, K = ids_TK.shape
-        order = ids_TK.flatten().argsort(stable=True)
-        counts = torch.bincount(ids_TK.flatten(), minlength=experts.num_experts)
-        self.note(experts, "expert_rows", lambda: counts)
-        y_PM = self._answers(x_TM[order // K], counts, experts)
-        slots_P = torch.empty_like(order).scatter_(
-            0, order, torch.arange(T * K, device=order.device)
-        )
-        return combine(y_PM[slots_P].unflatten(0, (T, K)), gates_TK, dtype=x_TM.dtype)
+        order_P, place_TK, counts_E = by_expert(ids_TK, experts.num_experts)
+        self.note(experts, "expert_rows", lambda: counts_E)
+        y_PM = self._answers(x_TM[order_P // ids_TK.shape[1]], counts_E, experts)
+        return combine_sorted(y_PM, place_TK, gates_TK, x_TM.dtype)
 
-    def _answers(self, rows_PM: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    def _answers(self, rows_PM: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
         """The experts' answers to rows sorted by expert; counts: rows of each."""
-        counts_E = counts.tolist()
         hidden_PF = self._hidden(rows_PM, counts_E, experts)
         (y_PM,) = grouped_linear(hidden_PF, counts_E, self.read(experts.down))
         return y_PM
 
-    def _hidden(self, rows_PM: Tensor, counts_E: list[int], experts: Experts) -> Tensor:
+    def _hidden(self, rows_PM: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
         """The activations of rows sorted by expert."""
         if experts.gate is None:
             (up,) = grouped_linear(rows_PM, counts_E, self.read(experts.up))
@@ -274,7 +270,10 @@ class _Again:
 
 
 def check_ids(ids_T: Tensor, limit: int, label: str) -> None:
-    """Refuse token ids outside [0, limit) with a ValueError that names the first."""
+    """Refuse token ids outside [0, limit) with a ValueError that names the first. On a GPU, where it would have to be
+    waited for, the lookup itself fails; engines and the training forward check what they are given before."""
+    if ids_T.is_cuda:
+        return
     bad = (ids_T < 0) | (ids_T >= limit)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])

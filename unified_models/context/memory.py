@@ -1,7 +1,7 @@
 """Where slots are kept, seen from one step: the protocol, and the memory of a pack without past."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step, starts
 from unified_models.formats import round_trip
+from unified_models.ops.pages import Pages
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,19 @@ class Memory(Protocol):
         (`closed(step, slot)` of each)."""
 
 
+@runtime_checkable
+class PagedMemory(Protocol):
+    """What sequences remember, for kernels that read rows where they lie. Nothing is gathered, and the host need not
+    know the step."""
+
+    def pages(self, slot: Rows | State) -> tuple[Pages, ...]:
+        """Where rows are: of Rows one, a row's record as it is; of a State those of its open x, time steps and b, and
+        of its states, whose row c is the state after chunk c, in float32 and as rows see it."""
+
+    def keep(self, step: Step, slot: Rows | State, *rows: Tensor) -> None:
+        """Keep a row [T, ...] for each token of the step, as the slot's record holds it; of a State x, dt and b."""
+
+
 def closed(step: Step, slot: Entries | State) -> tuple[Tensor, Tensor]:
     """first_S, counts_S: the number of the first window or chunk that closes in this step, and how many do, int64."""
     stride = slot.stride if isinstance(slot, Entries) else slot.chunk
@@ -66,8 +80,8 @@ class PackMemory:
         return Readable(round_trip(new_UD, slot.record), starts(counts_S)[:-1])
 
     def states(self, step: Step, slot: State) -> Tensor:
-        shape = (len(step.lengths), *slot.shape)
-        return torch.zeros(shape, dtype=torch.float32, device=step.device)
+        zero = torch.zeros((), dtype=torch.float32, device=step.device)
+        return zero.expand(len(step.lengths), *slot.shape)
 
     def keep_states(self, step: Step, slot: State, new_UHPN: Tensor) -> None:
         """A pack has no next step."""

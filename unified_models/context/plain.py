@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from unified_models.autograd import apply
 from unified_models.context.interface import Experts, Pool
 from unified_models.context.local import LocalContext
+from unified_models.context.paged import open_rows
 from unified_models.context.slots import Rows, State
 from unified_models.formats.activations import RoundTrip
 from unified_models.ops.rounded import rounded
@@ -129,7 +130,7 @@ class PlainContext(LocalContext):
     ) -> Tensor:
         """Everything since the last boundary at once, with operands rounded to c's dtype, as kernels for chunks do; a
         single new token by the recurrence, as samplers decode."""
-        x_RHP, dt_RH, b_RGN, base_S = self._open_rows(x_THP, dt_TH, b_TGN, slot)
+        x_RHP, dt_RH, b_RGN, base_S = open_rows(self.step, self.memory, x_THP, dt_TH, b_TGN, slot)
         states_SHPN = self.memory.states(self.step, slot)
         each, outs, ends = x_THP.shape[1] // b_TGN.shape[1], [], []
         c_THN = c_TGN.repeat_interleave(each, 1)

@@ -1,11 +1,14 @@
 """Who is in a step: a pack of tokens of S sequences, and how many tokens each had before."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from unified_models.ops.pages import Sequences
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,18 @@ class Step:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
+    def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """`build()`, kept under its key as long as the step: what layers share."""
+        kept: dict[Hashable, Any] = self.__dict__.setdefault("_kept", {})
+        if key not in kept:
+            kept[key] = build()
+        return kept[key]
+
+    @property
+    def most(self) -> int:
+        """No sequence has more tokens than this after the step."""
+        return max((p + n for p, n in zip(self.past, self.lengths, strict=True)), default=0)
+
     @cached_property
     def lengths_S(self) -> Tensor:
         """int64"""
@@ -67,6 +82,51 @@ class Step:
         """The place of each token in its own sequence; int64."""
         rows = torch.arange(self.num_tokens, device=self.device)
         return rows - (self.starts_S[:-1] - self.past_S)[self.sequence_T]
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """As kernels read them."""
+        of = (self.sequence_T, self.positions_T, self.starts_S, self.past_S, self.total_S)
+        return Sequences(*(each.int() for each in of))
+
+
+class DeviceStep(Step):
+    """A step that the host does not know: starts_S1 and total_S are on the device, int32, and may be others whenever
+    the work is replayed. num_tokens and the sequences count padding, which stands behind the rest.
+
+    most: no sequence has more tokens than this after any step.
+    """
+
+    def __init__(self, starts_S1: Tensor, total_S: Tensor, num_tokens: int, most: int) -> None:
+        device = total_S.device
+        super().__init__(lengths=(), past=(), device=device)
+        given = {"starts_S1": starts_S1, "given_S": total_S, "tokens": num_tokens, "bound": most}
+        self.__dict__.update(given)
+
+    starts_S1: Tensor
+    given_S: Tensor
+    tokens: int
+    bound: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def most(self) -> int:
+        return self.bound
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        from unified_models.ops.pages_triton import owners
+
+        past_S = self.given_S - self.starts_S1.diff()
+        sequence_T, position_T = owners(self.starts_S1, past_S, self.tokens)
+        return Sequences(sequence_T, position_T, self.starts_S1, past_S, self.given_S)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        return self.sequences.position_T.long()
 
 
 def starts(counts_S: Tensor) -> Tensor:

@@ -349,8 +349,7 @@ class MoE(nn.Module):
         else:
             assert self.bias
             ids_TK = ctx.choose(scores_TE + self.bias().value, self.K, self)
-        gates_TK = scores_TE.gather(-1, ids_TK)
-        gates_TK = gates_TK / (ops.row_sum(gates_TK) + 1e-20) * self.scaling
+        gates_TK = ops.route_weights(scores_TE, ids_TK, self.scaling)
         gate_TF, up_TF = ctx.linear(x_TM, self.w1, self.w3)
         shared_TM = ctx.linear(ops.swiglu(gate_TF, up_TF, self.limit), self.w2)
         return ctx.moe(x_TM, ids_TK, gates_TK, self.experts) + shared_TM  # type: ignore[no-any-return]

@@ -172,10 +172,10 @@ class Mamba(nn.Module):
     def forward(self, x_TM: Tensor, ctx: Context) -> Tensor:
         z_TI, xbc_TC, dt_TH = ctx.linear(x_TM, self.in_proj).split(self.projected, -1)
         convolved_TC = ctx.conv(xbc_TC, self.conv, self.conv_bias, self.recent)
-        x_TI, b_TJ, c_TJ = ops.silu(convolved_TC).to(xbc_TC.dtype).split(self.convolved, -1)
+        x_TI, b_TJ, c_TJ = ops.silu(convolved_TC, xbc_TC.dtype).split(self.convolved, -1)
         y_THP = ctx.scan(
             x_TI.unflatten(-1, (-1, self.P)),
-            ops.softplus(dt_TH.float() + self.dt_bias().value).clamp(*self.limit),
+            ops.time_step(dt_TH, self.dt_bias().value, self.limit),
             b_TJ.unflatten(-1, (-1, self.N)),
             c_TJ.unflatten(-1, (-1, self.N)),
             self.state,
@@ -256,8 +256,7 @@ class MoE(nn.Module):
         ids_TK = ctx.choose(
             scores_TE + self.bias().value, self.K, self
         )  # the bias chooses, and weighs nothing
-        gates_TK = scores_TE.gather(-1, ids_TK)
-        gates_TK = gates_TK / (ops.row_sum(gates_TK) + 1e-20) * self.scaling
+        gates_TK = ops.route_weights(scores_TE, ids_TK, self.scaling)
         routed_TL = ctx.linear(x_TM, self.fc1_latent_proj) if self.fc1_latent_proj else x_TM
         routed_TL = ctx.moe(routed_TL, ids_TK, gates_TK, self.experts)
         routed_TM = (

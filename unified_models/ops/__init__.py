@@ -1,6 +1,6 @@
 """Operators. A model file uses the token-local ones directly; those where tokens meet are reached by the context."""
 
-from unified_models.ops.activation import relu2, sigmoid, silu, softplus, swiglu
+from unified_models.ops.activation import relu2, sigmoid, silu, softplus, swiglu, time_step
 from unified_models.ops.gated_norm import gated_norm
 from unified_models.ops.hyper_connect import (
     hyper_collapse,
@@ -10,7 +10,7 @@ from unified_models.ops.hyper_connect import (
 )
 from unified_models.ops.rms_norm import rms_norm
 from unified_models.ops.rope import Rope, rope
-from unified_models.ops.router_scores import sqrt_softplus
+from unified_models.ops.router_scores import route_weights, sqrt_softplus
 from unified_models.ops.sums import row_sum
 
 __all__ = [
@@ -23,10 +23,12 @@ __all__ = [
     "relu2",
     "rms_norm",
     "rope",
+    "route_weights",
     "row_sum",
     "sigmoid",
     "silu",
     "softplus",
     "sqrt_softplus",
     "swiglu",
+    "time_step",
 ]

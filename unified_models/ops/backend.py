@@ -31,6 +31,7 @@ OPERATORS = (
     "router_scores",
     "scan",
     "select",
+    "sort",
 )
 BACKENDS = {
     "cpu": dict.fromkeys(OPERATORS, "torch"),

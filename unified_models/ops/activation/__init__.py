@@ -11,12 +11,23 @@ from torch import Tensor
 
 from unified_models.autograd import apply
 from unified_models.ops.operator import operator
+from unified_models.ops.rerun import rerun
+
+
+def by_kernel(x: Tensor) -> bool:
+    """Whether a kernel computes a function of x alone: not in float64, which tests use."""
+    return x.is_cuda and x.dtype == torch.float32
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = 1 / (1 + torch.exp(-x))
+        if by_kernel(x):
+            from unified_models.ops.activation import triton as kernels
+
+            y = kernels.sigmoid(x)
+        else:
+            y = 1 / (1 + torch.exp(-x))
         ctx.save_for_backward(y)
         return y
 
@@ -29,22 +40,29 @@ class _Sigmoid(torch.autograd.Function):
 
 class _Silu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x)
-        return x / (1 + torch.exp(-x))
+        if by_kernel(x):
+            from unified_models.ops.activation import triton as kernels
+
+            return kernels.silu(x, dtype)
+        return (x / (1 + torch.exp(-x))).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         y = 1 / (1 + torch.exp(-x))
-        dx: Tensor = grads[0] * y * (1 + x * (1 - y))
-        return dx
+        return grads[0].to(x.dtype) * y * (1 + x * (1 - y)), None
 
 
 class _Softplus(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        if by_kernel(x):
+            from unified_models.ops.activation import triton as kernels
+
+            return kernels.softplus(x)
         return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
 
     @staticmethod
@@ -59,9 +77,9 @@ def sigmoid(x: Tensor) -> Tensor:
     return apply(_Sigmoid, x)
 
 
-def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), x in float32 or float64."""
-    return apply(_Silu, x)
+def silu(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x / (1 + exp(-x)), x in float32 or float64; rounded once where another `dtype` is asked for."""
+    return apply(_Silu, x, dtype or x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -70,8 +88,32 @@ def softplus(x: Tensor) -> Tensor:
 
 
 @operator
+def time_step(dt_TH: Tensor, bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
+    """softplus(dt + bias) within the limits, float32: how far a token moves a scan's state (Mamba-2, section 7)."""
+    if dt_TH.is_cuda:
+        from unified_models.ops.activation import triton as kernels
+
+        out: Tensor = rerun(kernels.time_step, _time_step, dt_TH, bias_H, *limit)
+        return out
+    return _time_step(dt_TH, bias_H, *limit)
+
+
+def _time_step(dt_TH: Tensor, bias_H: Tensor, low: float, high: float) -> Tensor:
+    return softplus(dt_TH.float() + bias_H).clamp(low, high)
+
+
+@operator
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 in float32, one rounding to x's dtype (So et al. 2021, Primer)."""
+    if x.is_cuda:
+        from unified_models.ops.activation import triton as kernels
+
+        out: Tensor = rerun(kernels.relu2, _relu2, x)
+        return out
+    return _relu2(x)
+
+
+def _relu2(x: Tensor) -> Tensor:
     return x.float().relu().square().to(x.dtype)
 
 
@@ -81,6 +123,15 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
 
     gate, up: [..., F]. The gate is clamped above only; at equality the gradient passes.
     """
+    if gate.is_cuda:
+        from unified_models.ops.activation import triton as kernels
+
+        out: Tensor = rerun(kernels.swiglu, _swiglu, gate, up, limit)
+        return out
+    return _swiglu(gate, up, limit)
+
+
+def _swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
     wide, other = gate.float(), up.float()
     if limit is not None:
         wide, other = wide.clamp(max=limit), other.clamp(-limit, limit)

@@ -18,12 +18,17 @@ def ordered_bits(x: Tensor) -> Tensor:
 def choose(scores_TE: Tensor, k: int) -> Tensor:
     """ids_TK of the k highest scores: higher score first, ties to the lower expert, NaN never. int64.
 
-    Raises ValueError when a token has fewer than k scores that are numbers.
+    A token with fewer than k scores that are numbers: ValueError on CPU. On CUDA, where asking would wait for the GPU,
+    NaN comes after all numbers, lower expert first, so that its gate is NaN, and with it the token's logits.
     """
     E = scores_TE.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"choose {k} of {E} experts")
     scores_TE = scores_TE.detach()
+    if scores_TE.is_cuda:
+        from unified_models.ops.choose import triton as kernels
+
+        return kernels.choose(scores_TE, k)
     ids_E = torch.arange(E, device=scores_TE.device)
     keys = (ordered_bits(scores_TE.float()) << 32) | (E - 1 - ids_E)
     keys = keys.masked_fill(scores_TE.isnan(), NEVER)

@@ -26,9 +26,9 @@ class _Linear(torch.autograd.Function):
         w = reading.operand(arithmetic.operand)
         groups = reading.weight.groups
         if groups == 1:
-            return arithmetic.product(rows, w, 0).to(dtype)
-        parts = [arithmetic.product(rows.rows((slice(None), g)), w, g) for g in range(groups)]
-        return torch.stack(parts, 1).to(dtype)
+            return arithmetic.product(rows, w, 0, dtype)
+        parts = (rows.rows((slice(None), g)) for g in range(groups))
+        return torch.stack([arithmetic.product(x, w, g, dtype) for g, x in enumerate(parts)], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -71,7 +71,7 @@ def operand(reading: Reading) -> Operand:
     else:
         w = F.pad(values(reading).view(stack, N, shape[-1]), (0, 0, 0, pad_n)).contiguous()
     outer = outer_scale(reading)
-    return Operand(w, None, None if outer is None else outer.expand(stack), N)
+    return Operand(w, None, None if outer is None else outer.expand(stack).clone(), N)
 
 
 def values(reading: Reading) -> Tensor:
@@ -115,7 +115,7 @@ class Input:
         return Input(self.x[index], None if self.scales is None else self.scales[index])
 
 
-def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | None = None) -> Input:
+def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | Tensor | None = None) -> Input:
     """x as the weight's product reads it: [..., K] of any float dtype. counts_E: rows of each matrix of a stack, if x
     is sorted by them."""
     if reading.format.input == "dynamic":
@@ -125,14 +125,15 @@ def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | None = None) 
         return Input(x if x.is_cuda and x.dtype == torch.bfloat16 else x.float(), None)
     scale = reading.input_scale
     if counts_E is not None:
-        counts = torch.tensor(counts_E, dtype=torch.int64, device=x.device)
-        scale = scale.repeat_interleave(counts)[:, None]
+        if not isinstance(counts_E, Tensor):
+            counts_E = torch.tensor(counts_E, dtype=torch.int64, device=x.device)
+        scale = scale.repeat_interleave(counts_E, output_size=len(x))[:, None]
     codes = static_codes(x, scale)
     return Input(codes.bfloat16() if x.is_cuda else codes, None)
 
 
 def inputs(
-    x: Tensor, readings: Sequence[Reading], counts_E: Sequence[int] | None = None
+    x: Tensor, readings: Sequence[Reading], counts_E: Sequence[int] | Tensor | None = None
 ) -> list[Input]:
     """x as each weight's product reads it; prepared once for all that see it alike."""
     made: dict[str, Input] = {}
@@ -145,21 +146,22 @@ def inputs(
     return outs
 
 
-def product(rows: Input, w: Operand, g: int) -> Tensor:
-    """rows @ w[g].T, float32 [T, N]. Block FP8: each 128-block's product of codes is scaled, then added in block order.
-    An outer scale multiplies the sum."""
+def product(rows: Input, w: Operand, g: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """rows @ w[g].T, [T, N]: float32 sums, rounded once to `dtype`. Block FP8: each 128-block's product of codes is
+    scaled, then added in block order. An outer scale multiplies the sum."""
     if w.scales is None or rows.scales is None:
+        if w.outer is not None:
+            plain = Operand(w.w, None, None, w.N)
+            return (product(rows, plain, g) * w.outer[g]).to(dtype)
         if rows.x.is_cuda:
-            out = narrow.product(rows.x, w.w[g])
-        else:
-            out = tiled_mm(rows.x, w.w[g])[:, : w.N]
-        return out if w.outer is None else out * w.outer[g]
+            return narrow.product(rows.x, w.w[g], dtype)
+        return tiled_mm(rows.x, w.w[g])[:, : w.N].to(dtype)
     if rows.x.is_cuda:
-        return narrow.scaled_product(rows.x, rows.scales, w.w[g], w.scales[g])
+        return narrow.scaled_product(rows.x, rows.scales, w.w[g], w.scales[g], dtype)
     total: Tensor | None = None
     for b in range(w.w.shape[1]):
         part = tiled_mm(rows.x[:, b * GROUP : (b + 1) * GROUP], w.w[g, b])
         part = part * (rows.scales[:, b, None] * w.scales[g, b])
         total = part if total is None else total + part
     assert total is not None
-    return total[:, : w.N]
+    return total[:, : w.N].to(dtype)

@@ -46,15 +46,15 @@ def block_codes(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> tuple[Te
     return codes.view(torch.float8_e4m3fn), scales.contiguous()
 
 
-def product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-    """x @ w.T, float32 [T, N]."""
+def product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x @ w.T, [T, N]: float32 sums, rounded once to `dtype`."""
     if x_TK.dtype != torch.bfloat16 or w_NK.dtype == torch.float32:
-        return bmm(x_TK.float()[None], w_NK.float().t()[None])[0]
+        return bmm(x_TK.float()[None], w_NK.float().t()[None])[0].to(dtype)
     from unified_models.ops.linear import narrow_triton
 
     if w_NK.dtype == torch.bfloat16 and large(w_NK) and deep_gemm_release() is not None:
-        return deep_product(narrow_triton.lanes(x_TK), w_NK)
-    return narrow_triton.product(x_TK, w_NK)
+        return deep_product(narrow_triton.lanes(x_TK), w_NK, dtype)
+    return narrow_triton.product(x_TK, w_NK, dtype)
 
 
 def large(w_NK: Tensor) -> bool:
@@ -71,16 +71,25 @@ def deep_gemm_release() -> str | None:
     return str(import_module("deep_gemm").__version__)
 
 
-def deep_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-    """x @ w.T by DeepGEMM, float32 [T, N]: the bits of `narrow_triton.product`, at any number of rows."""
-    out = torch.empty(len(x_TK), len(w_NK), dtype=torch.float32, device=x_TK.device)
+def deep_product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x @ w.T by DeepGEMM, [T, N]: the bits of `narrow_triton.product`, at any number of rows. It writes float32 and
+    bfloat16."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return deep_product(x_TK, w_NK).to(dtype)
+    out = torch.empty(len(x_TK), len(w_NK), dtype=dtype, device=x_TK.device)
     if len(x_TK):
         import_module("deep_gemm").bf16_gemm_nt(x_TK, w_NK, out)
     return out
 
 
-def scaled_product(x_TK: Tensor, xs_TB: Tensor, w_NK: Tensor, ws_NB: Tensor) -> Tensor:
-    """Codes times codes of each 128-block, scaled, added in block order; float32 [T, N]."""
+def scaled_product(
+    x_TK: Tensor,
+    xs_TB: Tensor,
+    w_NK: Tensor,
+    ws_NB: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Codes times codes of each 128-block, scaled, added in block order; [T, N], rounded once to `dtype`."""
     from unified_models.ops.linear import narrow_triton
 
-    return narrow_triton.scaled_product(x_TK, xs_TB, w_NK, ws_NB)
+    return narrow_triton.scaled_product(x_TK, xs_TB, w_NK, ws_NB, dtype)

@@ -23,6 +23,8 @@ TILES = (
     (None, (128, 256, 64, 8, 3)),
 )
 """Up to so many rows: rows, columns and depth of a tile, warps, stages. Measured on an H200."""
+FEW = 512
+"""Columns, for which tiles of 16 rows do up to twice as many rows."""
 E4M3_TILES = ((1024, (64, 64, 128, 4, 3)), (None, (64, 128, 128, 4, 3)))
 """The same for weights of bytes. Never 16 rows: that instruction would take them in another order than the others."""
 READ = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
@@ -47,6 +49,7 @@ def _product(
         w = tl.load(w_at + start, mask=(n[None, :] < N) & inside[:, None], other=0.0)
         total = tl.dot(x.to(READ), w.to(READ), total, input_precision="ieee")
     at = t.to(tl.int64)[:, None] * N + n[None, :]
+    total = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, total, mask=(t[:, None] < T) & (n[None, :] < N))
 
 
@@ -71,17 +74,24 @@ def _scaled_product(
         part = tl.dot(x.to(READ), w.to(READ), input_precision="ieee")
         total += part * (xs[:, None] * ws[None, :])
     at = t.to(tl.int64)[:, None] * N + n[None, :]
+    total = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, total, mask=(t[:, None] < T) & (n[None, :] < N))
 
 
-def product(x_TK: Tensor, w_NK: Tensor, tile: tuple[int, ...] | None = None) -> Tensor:
-    """x @ w.T, float32 [T, N]. x: bfloat16; w: bfloat16 or e4m3. tile: another than the chosen one, for tests."""
+def product(
+    x_TK: Tensor,
+    w_NK: Tensor,
+    dtype: torch.dtype = torch.float32,
+    tile: tuple[int, ...] | None = None,
+) -> Tensor:
+    """x @ w.T, [T, N]: float32 sums, rounded once to `dtype`. x: bfloat16; w: bfloat16 or e4m3. tile: another than the
+    chosen one, for tests."""
     T, N = len(x_TK), len(w_NK)
-    out = torch.empty(T, N, dtype=torch.float32, device=x_TK.device)
+    out = torch.empty(T, N, dtype=dtype, device=x_TK.device)
     if out.numel() == 0:
         return out
     x_TK, w_NK = lanes(x_TK), lanes(w_NK)
-    rows, columns, depth, warps, stages = tile or tile_of(T, w_NK.dtype)
+    rows, columns, depth, warps, stages = tile or tile_of(T, w_NK.dtype, N)
     grid = (triton.cdiv(T, rows), triton.cdiv(N, columns))  # neighbours read the same columns
     _product[grid](
         x_TK, w_NK, out, T, N, x_TK.shape[1], x_TK.stride(0), w_NK.stride(0),
@@ -95,14 +105,15 @@ def scaled_product(
     xs_TB: Tensor,
     w_NK: Tensor,
     ws_NB: Tensor,
+    dtype: torch.dtype = torch.float32,
     tile: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Codes times codes of each 128-block, times both scales, added block by block: float32 [T, N].
+    """Codes times codes of each 128-block, times both scales, added block by block; [T, N], rounded once to `dtype`.
 
     x: bfloat16 codes [T, B * 128]; w: e4m3 codes [N, B * 128]; scales float32.
     """
     (T, _), (N, B) = x_TK.shape, ws_NB.shape
-    out = torch.empty(T, N, dtype=torch.float32, device=x_TK.device)
+    out = torch.empty(T, N, dtype=dtype, device=x_TK.device)
     if out.numel() == 0:
         return out
     x_TK, w_NK = lanes(x_TK), lanes(w_NK)
@@ -116,9 +127,12 @@ def scaled_product(
     return out
 
 
-def tile_of(rows: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Of a product of so many rows with a weight of that dtype."""
+def tile_of(rows: int, dtype: torch.dtype, columns: int = 1 << 30) -> tuple[int, ...]:
+    """Of a product of so many rows with a weight of that dtype and so many columns: with few, larger tiles would leave
+    most of the GPU idle."""
     tiles = TILES if dtype == torch.bfloat16 else E4M3_TILES
+    if dtype == torch.bfloat16 and columns <= FEW and rows <= 2 * FEW:
+        rows = 1
     return next(tile for most, tile in tiles if most is None or rows <= most)
 
 

@@ -1,0 +1,119 @@
+"""Tokens a second of rollouts in real vLLM, of our class and of vLLM's own on the same random weights.
+
+`python -m unified_models.adapters.vllm.bench ours|vllm CONFIG [KEY=VALUE ...]` runs one side, in a process of its own;
+`.profile=true` shows where a step's time goes.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from unified_models.adapters.vllm.full import Load, start, write_config
+from unified_models.adapters.vllm.plugin import found, unknown
+from unified_models.arguments import assignments
+
+CONCURRENT = (256, 32, 1)
+PROMPT, TOKENS = 150, 400
+STEPS = 12
+"""of a profile"""
+
+
+def rollout(llm: Any, concurrent: int, vocab: int, seed: int, tokens: int = TOKENS) -> float:
+    """Seconds for that many requests at once, each of PROMPT random tokens, until each has sampled `tokens`."""
+    from vllm import SamplingParams
+
+    random = Random(seed)
+    prompts = [
+        {"prompt_token_ids": [random.randrange(vocab) for _ in range(PROMPT)]}
+        for _ in range(concurrent)
+    ]
+    params = SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    assert all(len(out.outputs[0].token_ids) == tokens for out in outs), "every token was sampled"
+    return seconds
+
+
+def profiled(llm: Any, vocab: int, concurrent: int) -> str:
+    """Kernels of STEPS decoding steps by the time that they take, as torch's profiler counts them; in-process only."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    random, engine = Random(7), llm.llm_engine
+    params = SamplingParams(max_tokens=96, logprobs=0, ignore_eos=True, detokenize=False)
+    for i in range(concurrent):
+        prompt = [random.randrange(vocab) for _ in range(PROMPT)]
+        engine.add_request(f"profiled {i}", {"prompt_token_ids": prompt}, params)
+    for _ in range(60):
+        engine.step()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    seconds = time.perf_counter() - began
+    with profile(activities=[ProfilerActivity.CUDA]) as known:
+        for _ in range(STEPS):
+            engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+    events = sorted(known.key_averages(), key=lambda e: -e.self_device_time_total)
+    busy = sum(e.self_device_time_total for e in events) / STEPS / 1e3
+    lines = [f"{concurrent} requests: {seconds / STEPS * 1e3:.2f} ms a step, kernels {busy:.2f} ms"]
+    for e in events[:60]:
+        each, whole = e.self_device_time_total / e.count, e.self_device_time_total / STEPS
+        lines.append(f"{whole:9.1f} us, {e.count / STEPS:6.1f} x {each:8.2f} us  {e.key[:90]}")
+    return "\n".join(lines)
+
+
+def run(
+    side: str, file: Path, changes: dict[str, Any], load: Load, profile: bool
+) -> dict[str, Any]:
+    """Tokens a second at each number of requests, the first twice; each is warmed up by a short run."""
+    began = time.perf_counter()
+    with TemporaryDirectory() as name:
+        write_config(file, changes, Path(name))
+        llm = start(Path(name), load, ours=side == "ours", gpu_memory_utilization=0.92)
+    vocab = llm.model_config.get_vocab_size()
+    told: dict[str, Any] = {"side": side, "vllm": found(), "start": time.perf_counter() - began}
+    for concurrent in (*CONCURRENT, CONCURRENT[0]):
+        rollout(llm, concurrent, vocab, 1, 8)
+        seconds = rollout(llm, concurrent, vocab, 2)
+        told.setdefault(str(concurrent), []).append(round(concurrent * TOKENS / seconds, 1))
+        print(json.dumps(told), flush=True)
+    if profile:
+        for concurrent in (256, 1):
+            print(profiled(llm, vocab, concurrent))
+    return told
+
+
+def main(arguments: Sequence[str]) -> int:
+    """SIDE CONFIG [KEY=VALUE ...]."""
+    side, file, *rest = arguments
+    if reason := unknown(found()):
+        raise SystemExit(reason)
+    given = dict(assignments(rest))
+    profile = bool(given.pop(".profile", False))
+    load = replace(
+        Load(concurrent=256, budget=8192),
+        **{k[1:]: v for k, v in given.items() if k.startswith(".")},
+    )
+    changes = {k: v for k, v in given.items() if not k.startswith(".")}
+    run(side, Path(file), changes, load, profile)
+    return 0
+
+
+if __name__ == "__main__":
+    for key, value in {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }.items():
+        os.environ.setdefault(key, value)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,218 @@
+"""The kernels of experts on a GPU: choice, sort, grouped product, combine, without a wait and in a graph."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import _make_weight as make_weight
+from tests.ops.conftest import compare_bits
+from unified_models.formats.weights import FORMATS
+from unified_models.ops.activation import relu2
+from unified_models.ops.choose import choose
+from unified_models.ops.combine import combine, combine_sorted
+from unified_models.ops.grouped_linear import grouped_linear
+from unified_models.ops.linear import linear
+from unified_models.ops.sort import by_expert
+from unified_models.weight import Reading
+
+ROWS = (1, 2, 3, 7, 16, 17, 33, 64, 100, 256, 1000)
+COUNTS = ((1, 0, 1, 3), (40, 7, 0, 200), (0, 0, 2500, 9), (0, 1, 0, 0), (16, 32, 64, 128))
+
+
+@pytest.fixture
+def no_waits() -> Iterator[None]:
+    """Whatever waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape).cuda()
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (8, 8), (1, 1), (33, 6), (128, 8), (512, 22)])
+def test_choose_is_that_of_the_cpu(experts: int, k: int) -> None:
+    scores = torch.randn(1000, experts)
+    scores[300:600] = (2 * scores[300:600]).round()
+    scores[600:, : experts - k : 3] = math.nan
+    want, count = choose(scores, k), 0
+    for rows in ROWS:
+        got = choose(scores[-rows:].cuda(), k)
+        count += compare_bits(got.cpu(), want[-rows:], f"{rows} rows")
+    few = torch.full((1, experts), math.nan).cuda()
+    few[0, -1] = 1
+    assert choose(few, k).tolist() == [[experts - 1, *range(k - 1)]]
+    assert count == sum(ROWS) * k
+    print(f"{count} choices, none unequal")
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (128, 8), (512, 22), (3, 1)])
+def test_sort_is_that_of_the_cpu(experts: int, k: int) -> None:
+    count = 0
+    for rows in (*ROWS, 0, 9000):
+        ids = torch.randint(0, experts, (rows, k))
+        for got, want in zip(by_expert(ids.cuda(), experts), by_expert(ids, experts), strict=True):
+            count += compare_bits(got.cpu(), want, f"{rows} rows")
+    assert count == 2 * (sum(ROWS) + 9000) * k + (len(ROWS) + 2) * experts
+    print(f"{count} numbers, none unequal")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("slots", "width"), [(1, 33), (8, 2048), (22, 1024), (6, 2688)])
+def test_combine_sorted_has_the_bits_of_combine(slots: int, width: int, dtype) -> None:
+    y, gates = randn(1000 * slots, width).to(dtype), torch.rand(1000, slots).cuda()
+    place, count = torch.randperm(1000 * slots).view(1000, slots).cuda(), 0
+    for rows in ROWS:
+        args = (place[-rows:], gates[-rows:])
+        for out in (torch.bfloat16, torch.float32):
+            got = combine_sorted(y, *args, out)
+            want = combine(y[args[0]], args[1], dtype=out)
+            count += compare_bits(got, want, f"{rows} rows")
+    wide = torch.cat((y, y), 1)[:, :width]
+    count += compare_bits(combine_sorted(wide, *args, out), got, "strided")
+    assert count == (2 * sum(ROWS) + 1000) * width
+    print(f"{count} values, none unequal")
+    found = []
+    for call in (
+        lambda y, g: combine_sorted(y, place, g, dtype),
+        lambda y, g: combine(y[place], g, dtype=dtype),
+    ):
+        leaves = (y.clone().requires_grad_(), gates.clone().requires_grad_())
+        found.append(torch.autograd.grad(call(*leaves).float().square().sum(), leaves))
+    compare_bits(*found, "gradients")
+
+
+def stack(name: str, E: int, N: int, K: int) -> tuple[Reading, list[Reading]]:
+    """A weight of E matrices, and each by itself with the same bytes."""
+    w = torch.randn(E, N, K) / K**0.5
+    whole = make_weight(w, name)
+    singles = [make_weight(w[e], name) for e in range(E)]
+    for e, single in enumerate(singles):
+        if whole.input_scale is not None:
+            single.input_scale.assign(whole.input_scale.master.detach()[e])
+    return whole.cuda()(), [single.cuda()() for single in singles]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_have_the_bits_of_a_linear(name: str, dtype: torch.dtype) -> None:
+    """Whatever the counts, and so the tiles; next to rows of NaN of another expert."""
+    N, K = 720, 1024
+    whole, singles = stack(name, 4, N, K)
+    count = 0
+    for counts in COUNTS:
+        x = randn(sum(counts), K).to(dtype)
+        numbers = torch.tensor(counts).cuda()
+        (got,) = grouped_linear(x, numbers, whole)
+        parts = x.split(counts)
+        want = torch.cat([linear(p, r)[0] for p, r in zip(parts, singles, strict=True)])
+        count += compare_bits(got, want, f"{name} {counts}")
+        busy = max(range(4), key=counts.__getitem__)
+        start = sum(counts[:busy])
+        dirty = torch.full_like(x, torch.nan)
+        dirty[start : start + counts[busy]] = parts[busy]
+        (again,) = grouped_linear(dirty, numbers, whole)
+        span = slice(start, start + counts[busy])
+        count += compare_bits(again[span], got[span], "next to NaN")
+    assert count == sum(sum(counts) + max(counts) for counts in COUNTS) * N
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "bytes", "blocks", "float32"])
+@pytest.mark.parametrize(("N", "K"), [(768, 2048), (2048, 768), (1856, 2688)], ids=str)
+def test_any_tile_gives_the_same_bits(kind: str, N: int, K: int) -> None:
+    """All that are in the tables, for one row of an expert and for many."""
+    from unified_models.ops.grouped_linear import triton as kernels
+    from unified_models.ops.linear import narrow_triton
+    from unified_models.ops.products_triton import product
+
+    counts = (1, 0, 300, 3)
+    x, w, options = randn(304, K), randn(4, N, K), {}
+    if kind != "float32":
+        x, w = x.bfloat16(), w.bfloat16()
+    if kind in ("bytes", "blocks"):
+        x, w = x.to(torch.float8_e4m3fn).bfloat16(), w.to(torch.float8_e4m3fn)
+    if kind == "blocks":
+        scales = (torch.rand(304, K // 128).cuda(), torch.rand(4, N, K // 128).cuda())
+        options = dict(zip(("xs_PB", "ws_ENB"), scales, strict=True))
+    if kind == "float32":
+        want = product(x[1:301][None], w[2].t()[None])[0]
+    elif kind == "blocks":
+        want = narrow_triton.scaled_product(x[1:301], scales[0][1:301], w[2], scales[1][2])
+    else:
+        want = narrow_triton.product(x[1:301], w[2])
+    tiles = kernels.RowTiles(torch.tensor(counts).cuda(), 304)
+    table = {"bfloat16": kernels.TILES, "float32": ((None, kernels.FLOAT_TILE),)}
+    count, first = 0, None
+    for _, tile in table.get(kind, kernels.E4M3_TILES):
+        got = kernels.grouped_product(x, w, tiles, tile=tile, **options)
+        first = got if first is None else first
+        count += compare_bits(got[1:301], want, f"a linear, {tile}")
+        count += compare_bits(got, first, str(tile))
+    assert count == len(table.get(kind, kernels.E4M3_TILES)) * 604 * N
+    print(f"{count} values, none unequal")
+
+
+def moe(x_TM: Tensor, scores_TE: Tensor, k: int, up: Reading, down: Reading) -> Tensor:
+    """A layer of experts, as a context runs it."""
+    ids_TK = choose(scores_TE, k)
+    gates_TK = scores_TE.gather(-1, ids_TK)
+    order_P, place_TK, counts_E = by_expert(ids_TK, scores_TE.shape[1])
+    (hidden,) = grouped_linear(x_TM[order_P // k], counts_E, up)
+    (y_PM,) = grouped_linear(relu2(hidden), counts_E, down)
+    return combine_sorted(y_PM, place_TK, gates_TK, x_TM.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_has_one_answer(name: str, request: pytest.FixtureRequest) -> None:
+    """Of a whole layer, for any number of tokens beside it; nothing waits for the GPU."""
+    (up, _), (down, _) = stack(name, 16, 256, 512), stack(name, 16, 512, 256)
+    x, scores = randn(1000, 512).bfloat16(), randn(1000, 16)
+    whole, count = moe(x, scores, 4, up, down), 0
+    assert bool(whole.isfinite().all())
+    request.getfixturevalue("no_waits")
+    found = [moe(x[-rows:], scores[-rows:], 4, up, down) for rows in ROWS]
+    torch.cuda.set_sync_debug_mode("default")
+    for rows, got in zip(ROWS, found, strict=True):
+        count += compare_bits(got, whole[-rows:], f"{rows} rows")
+    assert count == sum(ROWS) * 512
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100])
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_tensor", "fp8_ue8m0"])
+def test_a_graph_follows_its_router(name: str, rows: int) -> None:
+    """Captured once, replayed for tokens that choose other experts."""
+    (up, _), (down, _) = stack(name, 16, 256, 512), stack(name, 16, 512, 256)
+    x, scores = randn(rows, 512).bfloat16(), randn(rows, 16)
+    moe(x, scores, 4, up, down)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(x, scores, 4, up, down)
+    count = 0
+    for _ in range(3):
+        x.copy_(randn(rows, 512))
+        scores.copy_(randn(rows, 16))
+        graph.replay()
+        count += compare_bits(out, moe(x, scores, 4, up, down), "a replay")
+    assert count == 3 * rows * 512
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_those_of_the_cpu(name: str) -> None:
+    weight, x = make_weight(torch.randn(4, 48, 128) / 11, name), torch.randn(19, 128)
+    given, found = torch.randn(19, 48), []
+    for device in ("cpu", "cuda"):
+        reading = weight.to(device)()
+        rows = x.to(device, copy=True).requires_grad_()
+        (y,) = grouped_linear(rows, torch.tensor((3, 0, 15, 1), device=device), reading)
+        grads = torch.autograd.grad(y, (rows, weight.master), given.to(y))
+        found.append([t.detach().cpu().float() for t in (y, *grads)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-2)
