@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -338,6 +337,9 @@ def bench(
         bool, typer.Option("--scan", help="No models: the scan alone, decoded and by chunks.")
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; medians.")] = 5,
+    rollouts: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="Real vLLM on a GPU: its class and ours.")
+    ] = None,
     numerics: Numerics = "deployed",
     threads: Threads = 1,
     json_file: Json = None,
@@ -347,26 +349,21 @@ def bench(
 
     Tiny models on the CPU. Nothing is timed before the engine's logprobs have the bits of the training forward; exit
     status 1 if they do not. With --scan: Mamba-2's scan at chunks of 16 to 256 tokens, a decoded row against a token
-    of whole chunks, at tiny widths and at those of Nemotron 30B.
+    of whole chunks, at tiny widths and at those of Nemotron 30B. With --rollouts: tokens a second of a whole model with
+    random weights, as its config.json has it.
 
     Example: unified-models bench --repeats 9 --json bench.json
     """
-    import torch
+    from unified_models.bench.command import times
+    from unified_models.outside import run_adapter
 
-    from unified_models import registry
-    from unified_models.bench import Result, ScanResult, Size, run, scan_results
-
-    torch.set_num_threads(threads)
-    console, kept = screen(), list[Result | ScanResult]()
-    told: dict[str, Any] = {"seed": seed, "command": " ".join(["unified-models", *sys.argv[1:]])}
-    names, size = architecture or registry.architectures(), Size(repeats=repeats)
-    models = (run(name, size, numerics=numerics, **told) for name in names)
-    results: Iterator[Result | ScanResult] = scan_results(repeats, **told) if scan else models
-    for result in results:
-        console.print(result.table() if result.ok else Text(result.refusal, style="red"))
-        kept.append(result)
-    _write(json_file, json.dumps([result.as_dict() for result in kept], indent=1))
-    if not all(result.ok for result in kept):
+    if rollouts is not None:
+        more = [json_file] if json_file else []
+        raise typer.Exit(run_adapter("vllm.bench", "both", rollouts, *more))
+    command = " ".join(["unified-models", *sys.argv[1:]])
+    results = times(architecture, scan, repeats, numerics, threads, screen(), seed, command)
+    _write(json_file, json.dumps([result.as_dict() for result in results], indent=1))
+    if not all(result.ok for result in results):
         raise typer.Exit(FAILED)
 
 

@@ -1,25 +1,32 @@
 """Tokens a second of rollouts in real vLLM, of our class and of vLLM's own on the same random weights.
 
-`python -m unified_models.adapters.vllm.bench ours|vllm CONFIG [KEY=VALUE ...]` runs one side, in a process of its own;
-`.profile=true` shows where a step's time goes.
+`unified-models bench --rollouts CONFIG` runs both, each in a process of its own, the order swapped once.
+`python -m unified_models.adapters.vllm.bench ours|vllm CONFIG [KEY=VALUE ...]` runs one side; `.profile=true` shows
+where a step's time goes.
 """
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from unified_models.adapters.vllm.full import Load, start, write_config
 from unified_models.adapters.vllm.plugin import found, unknown
 from unified_models.arguments import assignments
 
 CONCURRENT = (256, 32, 1)
+ORDER = ("vllm", "ours", "ours", "vllm")
 PROMPT, TOKENS = 150, 400
 STEPS = 12
 """of a profile"""
@@ -93,11 +100,38 @@ def run(
     return told
 
 
+def both(file: Path, json_file: Path | None) -> int:
+    """Ours beside vLLM's own: a table, and all that each side told. 1: a side failed."""
+    sides: dict[str, list[dict[str, Any]]] = {"vllm": [], "ours": []}
+    for side in ORDER:
+        command = [sys.executable, "-m", __spec__.name, side, str(file)]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if ran.returncode:
+            Console(stderr=True).print(f"{side}: exit status {ran.returncode}", style="red")
+            return 1
+        sides[side].append(json.loads(ran.stdout.splitlines()[-1]))
+    table = Table(
+        "requests", "vLLM's own", "ours", "ours / vLLM's", title=f"tokens a second, {file}"
+    )
+    for concurrent in map(str, CONCURRENT):
+        theirs, ours = (
+            [rate for told in each for rate in told[concurrent]] for each in sides.values()
+        )
+        cells = (" ".join(f"{rate:,.0f}" for rate in rates) for rates in (theirs, ours))
+        table.add_row(concurrent, *cells, f"{median(ours) / median(theirs):.2f}")
+    Console().print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(sides, indent=1) + "\n")
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
-    """SIDE CONFIG [KEY=VALUE ...]."""
+    """SIDE CONFIG [KEY=VALUE ...], or both CONFIG [JSON]."""
     side, file, *rest = arguments
     if reason := unknown(found()):
         raise SystemExit(reason)
+    if side == "both":
+        return both(Path(file), *(map(Path, rest) if rest else (None,)))
     given = dict(assignments(rest))
     profile = bool(given.pop(".profile", False))
     load = replace(

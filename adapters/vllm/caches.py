@@ -144,14 +144,15 @@ def caches(slots: Iterable[Slot], page_tokens: int, prefix: str) -> Iterator[Cac
 
 
 def level(made: Sequence[Cache], *, prefixes: bool) -> None:
-    """Give all caches one page size, that of the largest, where this release asks for it. Without prefixes, which would
-    be found in whole pages only, rows that are kept for good fill it."""
+    """Give all caches one page size, that of the largest, where this release asks for it. Rows that are kept for good
+    fill it; where prefixes are to be found, and that is in whole pages, up to the tokens of another page."""
     if STRIDES:
         return
     largest = max(cache.padded_bytes for cache in made)
+    most = max(cache.tokens for cache in made) if prefixes else math.inf
     for cache in made:
-        if cache.keep is None and cache.stride == 1 and not prefixes:
-            while 2 * cache.padded_bytes <= largest:
+        if cache.keep is None and cache.stride == 1:
+            while 2 * cache.padded_bytes <= largest and 2 * cache.tokens <= most:
                 cache.tokens *= 2
         cache.block_bytes = largest
 

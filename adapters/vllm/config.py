@@ -15,7 +15,7 @@ from unified_models import registry
 from unified_models.adapters.vllm.paged import readable
 from unified_models.adapters.vllm.plugin import ARCHITECTURE
 from unified_models.checkpoint.loading import architecture
-from unified_models.context.slots import State
+from unified_models.context.slots import Slot, State
 
 CHECKS = "unified_models.adapters.vllm.requests:Checks"
 NUMERICS = ("deployed", "float32")
@@ -98,13 +98,17 @@ class Hook:
         model.logprobs_mode = "processed_logprobs"
         model.logits_processors = [CHECKS]
         model.disable_cascade_attn = True
-        compilation = vllm_config.compilation_config
+        compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
         compilation.mode = CompilationMode.NONE
+        log = logging.getLogger("vllm.unified_models")
+        if cache.enable_prefix_caching and not model.enforce_eager and waits(vllm_config):
+            log.warning("no prefix cache beside CUDA graphs: %s", waits(vllm_config))
+            cache.enable_prefix_caching = False
         if (reason := paged(vllm_config)) is not None or model.enforce_eager:
             model.enforce_eager = True
             compilation.cudagraph_mode = CUDAGraphMode.NONE
             if reason is not None and not current_platform.is_cpu():
-                logging.getLogger("vllm.unified_models").warning("no CUDA graphs: %s", reason)
+                log.warning("no CUDA graphs: %s", reason)
         elif compilation.cudagraph_mode is None:
             # A batch that mixes prompts and single tokens is a batch like any other.
             compilation.cudagraph_mode = CUDAGraphMode.FULL
@@ -115,19 +119,28 @@ def paged(vllm_config: Any) -> str | None:
     may be recorded as CUDA graphs."""
     if current_platform.is_cpu():
         return "the CPU reads the lists of a step"
+    if not readable(slots_of(vllm_config)):
+        return "the model keeps what has no kernel of its own yet"
+    return waits(vllm_config) if vllm_config.cache_config.enable_prefix_caching else None
+
+
+def waits(vllm_config: Any) -> str | None:
+    """Why a prefix cache needs the host to know each step; None: it does not, or this is a CPU."""
+    if current_platform.is_cpu() or not any(isinstance(s, State) for s in slots_of(vllm_config)):
+        return None
+    return (
+        "a prefix may be found in the very step that computes it, and a scan has to wait for its state then; "
+        "enforce_eager=True keeps the cache"
+    )
+
+
+def slots_of(vllm_config: Any) -> list[Slot]:
+    """What the model keeps."""
     raw = vllm_config.model_config.hf_config.raw
     module = registry.find(raw["model_type"])
     with torch.device("meta"):
         model = module.Model(module.Config.from_json(raw))
-    kept = model.slots().values()
-    if not readable(kept):
-        return f"{raw['model_type']} keeps what has no kernel of its own yet"
-    if vllm_config.cache_config.enable_prefix_caching and any(isinstance(s, State) for s in kept):
-        return (
-            "a prefix may be found in the step that computes it, and a scan would have to wait for its state; "
-            "set enable_prefix_caching=False"
-        )
-    return None
+    return list(model.slots().values())
 
 
 def refusals(vllm_config: Any) -> list[tuple[str, Any]]:

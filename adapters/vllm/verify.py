@@ -193,6 +193,7 @@ def make_llm(folder: Path, model: LanguageModel, load: Load, numerics: str) -> A
         max_num_seqs=load.concurrent,
         max_num_batched_tokens=load.budget,
         enable_prefix_caching=True,
+        enforce_eager=True,  # where there are graphs, a scan's prefix cache would be switched off
         disable_log_stats=False,
         weight_transfer_config={"backend": CONFIG_FORMAT},
     )

@@ -1,4 +1,4 @@
-"""The scan and the convolution over pages, by Triton's interpreter."""
+"""The scan and the convolution over pages, and what a bench times, by Triton's interpreter."""
 
 import importlib.util
 import os
@@ -6,18 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.lacking import without
 
 
-def test_steps_in_pages_have_the_bits_of_a_pack() -> None:
+@pytest.mark.parametrize(
+    ("child", "count"), [("paged", 30276), ("bench", 368)], ids=["paged-B07", "bench"]
+)
+def test_steps_in_pages_have_the_bits_of_a_pack(child: str, count: int) -> None:
     if importlib.util.find_spec("triton") is None:
         without("no Triton, which comes with vLLM", "REQUIRE_VLLM")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton_paged_child"],
+        [sys.executable, "-m", f"tests.ops.triton_{child}_child"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "30276 values agree" in run.stdout
+    assert f"{count} values agree" in run.stdout

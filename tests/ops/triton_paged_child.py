@@ -111,6 +111,14 @@ def compare(record: PlainRecord) -> int:
     assert done == list(LENGTHS)
     assert torch.equal(got, whole), (got.float() - whole.float()).abs().amax((1, 2))
     assert torch.equal(got_conv, whole_conv)
+    kept = {name: rows.clone() for name, rows in memory.kept.items()}
+    idle = torch.zeros(len(LENGTHS) + 1, dtype=torch.int32)
+    step, some = DeviceStep(idle, idle[1:], padded, 4 * Q), slice(padded)
+    part = paged.scan(step, memory, x[some], dt[some], b[some], c[some], state, a, skip)
+    part_conv = paged.conv(step, memory, rows[some], taps, bias, recent)
+    assert part.eq(0).all() and part_conv.isfinite().all(), "a batch of nothing but padding"
+    for name, before in kept.items():
+        assert torch.equal(before.view(torch.uint8), memory.kept[name].view(torch.uint8)), name
     count = gradients(record) if dtype == torch.float32 else 0
     return got.numel() + got_conv.numel() + count
 

@@ -33,10 +33,27 @@ OPERATORS = (
     "select",
     "sort",
 )
+KERNELS = (
+    "activation",
+    "attend",
+    "choose",
+    "combine",
+    "conv",
+    "gated_norm",
+    "grouped_linear",
+    "hyper_connect",
+    "rms_norm",
+    "rope",
+    "router_scores",
+    "scan",
+    "sort",
+)
+"""Operators whose forward is a kernel of their own on CUDA."""
 BACKENDS = {
     "cpu": dict.fromkeys(OPERATORS, "torch"),
     "cuda": dict.fromkeys(OPERATORS, "torch, products and sums by Triton")
-    | dict.fromkeys(("linear", "grouped_linear"), "Triton, and DeepGEMM where it is installed"),
+    | dict.fromkeys(KERNELS, "Triton")
+    | {"linear": "Triton, and DeepGEMM where it is installed"},
 }
 """Device type -> operator -> implementation."""
 
@@ -92,7 +109,8 @@ def libraries(device: torch.device) -> dict[str, str]:
 def sources() -> dict[str, str]:
     """Each file that defines the bits (operators, formats, lists) and the first 16 hex digits of its SHA-256."""
     root = Path(__file__).parent.parent
-    files = [*root.glob("ops/**/*.py"), *root.glob("formats/*.py"), *root.glob("context/l*.py")]
+    context = [root / f"context/{name}.py" for name in ("lists", "local", "paged")]
+    files = [*root.glob("ops/**/*.py"), *root.glob("formats/*.py"), *context]
     return {
         str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         for file in sorted(files)

@@ -119,8 +119,11 @@ def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | Tensor | None
     """x as the weight's product reads it: [..., K] of any float dtype. counts_E: rows of each matrix of a stack, if x
     is sorted by them."""
     if reading.format.input == "dynamic":
-        codes, scales = quantize_rows(x)
-        return Input(codes.bfloat16() if x.is_cuda else codes, scales)
+        if x.is_cuda:
+            from unified_models.ops import quantize_triton
+
+            return Input(*quantize_triton.quantize_rows(x))
+        return Input(*quantize_rows(x))
     if reading.format.input == "plain":
         return Input(x if x.is_cuda and x.dtype == torch.bfloat16 else x.float(), None)
     scale = reading.input_scale
@@ -128,8 +131,11 @@ def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | Tensor | None
         if not isinstance(counts_E, Tensor):
             counts_E = torch.tensor(counts_E, dtype=torch.int64, device=x.device)
         scale = scale.repeat_interleave(counts_E, output_size=len(x))[:, None]
-    codes = static_codes(x, scale)
-    return Input(codes.bfloat16() if x.is_cuda else codes, None)
+    if x.is_cuda:
+        from unified_models.ops import quantize_triton
+
+        return Input(quantize_triton.static_codes(x, scale), None)
+    return Input(static_codes(x, scale), None)
 
 
 def inputs(

@@ -3,10 +3,12 @@
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unified_models.autograd import apply
 from unified_models.ops.operator import operator
 
 
@@ -61,11 +63,45 @@ def rope(
 
     x: [T, ..., D]; positions_T: whole numbers. float32 arithmetic, one rounding to x's dtype, or `dtype`.
     """
+    dtype = dtype or x.dtype
+    if x.is_cuda:
+        return apply(_Rope, x, positions_T, rope, inverse, dtype)
+    return _rope(x, positions_T, rope, inverse, dtype)
+
+
+class _Rope(torch.autograd.Function):
+    """The kernel; its gradient is the kernel's, turned back, and keeps the positions alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, positions_T: Tensor, rope: Rope, inverse: bool, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(positions_T)
+        ctx.rope, ctx.inverse, ctx.dtype = rope, inverse, x.dtype
+        return _by_kernel(x, positions_T, rope, inverse, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (positions_T,) = ctx.saved_tensors
+        dx = _by_kernel(grads[0], positions_T, ctx.rope, not ctx.inverse, ctx.dtype)
+        return dx, None, None, None, None
+
+
+def _by_kernel(
+    x: Tensor, positions_T: Tensor, rope: Rope, inverse: bool, dtype: torch.dtype
+) -> Tensor:
+    from unified_models.ops.rope import triton as kernels
+
+    table = frequencies(rope, x.device)
+    out: Tensor = kernels.rope(x, positions_T, table, rope.halves, inverse, dtype)
+    return out
+
+
+def _rope(x: Tensor, positions_T: Tensor, rope: Rope, inverse: bool, dtype: torch.dtype) -> Tensor:
     angles = positions_T.float()[:, None] * frequencies(rope, x.device)
     shape = (len(angles), *(1,) * (x.dim() - 2), rope.dim // 2)
     cos, sin = angles.cos().view(shape), angles.sin().view(shape)
     sin = -sin if inverse else sin
-    dtype = dtype or x.dtype
     still, turned = x[..., : -rope.dim], x[..., -rope.dim :].float()
     a, b = turned.chunk(2, -1) if rope.halves else (turned[..., 0::2], turned[..., 1::2])
     pairs = (a * cos - b * sin, a * sin + b * cos)
