@@ -48,7 +48,16 @@ OPERATORS = {
     "conv1d": "sums in another order than bias, then taps; write the taps out",
     "scaled_dot_product_attention": "its blocks depend on the number of keys; ops/attend",
 }
-SUMS = ("sums", "sums_triton", "products", "products_triton", "pages_triton", "records_triton", "triton", "reference")
+SUMS = (
+    "sums",
+    "sums_triton",
+    "products",
+    "products_triton",
+    "pages_triton",
+    "records_triton",
+    "triton",
+    "reference",
+)
 FOREIGN = ("math", "triton", "unified_models")  # not torch's: math.pow, tl.sigmoid, ops.sigmoid
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 ORDER = re.compile(r"^#+ .*order of summation", re.IGNORECASE | re.MULTILINE)

@@ -40,9 +40,8 @@ class UnifiedForCausalLM(nn.Module):
         # every child's tensors by empty ones and wait for loaders of its own kind. Ours change in place, all at once,
         # after everything was checked.
         self.model: LanguageModel
-        with torch.device(
-            "meta"
-        ):  # it will hold packed bytes only, and they come with the checkpoint
+        # On no device: it will hold packed bytes only, and they come with the checkpoint.
+        with torch.device("meta"):
             self.__dict__["model"] = module.Model(module.Config.from_json(raw))
         self.model.requires_grad_(False)
         self.model.name_parts()
@@ -134,7 +133,8 @@ class UnifiedForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [rows, vocabulary]. FloatingPointError: a NaN, as from pages of other weights; on a GPU, which nobody
-        waits for, in a later call."""
+        waits for, in a later call. RuntimeError: weights are missing, which a recorded forward does not look for."""
+        self.require_whole()
         ctx = LocalContext(Step.of([len(hidden_states)], device=hidden_states.device))
         logits = self.model.logits(hidden_states, ctx)
         self.nan.look(logits)
