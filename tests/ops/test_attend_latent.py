@@ -1,12 +1,15 @@
 """attend_latent: one softmax over a list of rows and a sink, against float64, and rows whose bits never move."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from unified_models.ops.attend_latent import arithmetic, attend_latent
+from tests.ops.latent_pages import Pack, World, compare_steps, plain
+from unified_models.ops.attend_latent import arithmetic, attend_latent, attend_latent_pages
 from unified_models.ops.attend_latent.reference import attend_latent as reference
 
 SCALE = 0.2
@@ -204,3 +207,88 @@ def test_a_list_has_whole_blocks() -> None:
     with pytest.raises(ValueError, match="multiple of 64 places long, got 63"):
         index_TN = torch.zeros(1, 63, dtype=torch.int64)
         attend_latent(torch.zeros(1, 1, 8), torch.zeros(1, 8), index_TN, scale=1.0)
+
+
+TOTALS = (70, 0, 140, 9)
+WORLDS = [  # heads, width, keep, stride, picks; dtype, rope
+    (3, 24, 16, 2, 0, torch.float32, 0),
+    (2, 20, 70, 1, 66, torch.bfloat16, 0),
+    (2, 80, 5, 4, 3, torch.bfloat16, 16),
+    (2, 24, 16, 0, 0, torch.float32, 0),
+]
+
+
+def on_cpu(pack: Pack) -> Tensor:
+    return pack.run(attend_latent_pages, **pack.told())
+
+
+@pytest.mark.parametrize("case", WORLDS, ids=str)
+def test_attend_latent_pages(case: tuple, same_bits) -> None:
+    """Right, and with the same bits whole and flat, in pages, and as tokens are decoded."""
+    world = World(TOTALS, *case)
+    whole_pack = Pack(world, TOTALS, (0,) * 4, padding=3, per_page=None)
+    whole = on_cpu(whole_pack)
+    assert whole[-3:].eq(0).all()
+    torch.testing.assert_close(
+        whole[:-3].to(torch.float64), plain(whole_pack), rtol=4e-3, atol=1e-3
+    )
+    count = same_bits(on_cpu(replace(whole_pack, per_page=48, more=70)), whole, "in pages")
+    count += compare_steps(on_cpu, replace(whole_pack, per_page=16), whole)
+    steps = replace(whole_pack, lengths=(30, 0, 17, 9), past=(40, 0, 123, 0), per_page=16)
+    ends = torch.cat([whole[e - n : e] for e, n in zip((70, 210, 219), (30, 17, 9), strict=True)])
+    count += same_bits(on_cpu(steps)[:-3], ends, "the last tokens")
+    assert count > 2 * ends.numel()
+
+
+def test_attend_latent_pages_backward(check_gradients) -> None:
+    """To q, to both kinds of rows and to the sinks."""
+    world = World((40, 9), 2, 12, 8, 2, 5, torch.float32)
+    pack = Pack(world, world.totals, (0, 0), per_page=None)
+    window, pool = pack.pages
+    assert pool is not None
+    leaves = {
+        "q": pack.new(0, 0.0), "window": window.values.nan_to_num(),
+        "pool": pool.values.nan_to_num(), "sinks": world.sinks_H.clone(),
+    }  # fmt: skip
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+
+    def op(q: Tensor, window: Tensor, pool: Tensor, sinks: Tensor) -> Tensor:
+        pages = (replace(p, values=x) for p, x in zip(pack.pages, (window, pool), strict=True))
+        mine, entries = pages
+        how: dict[str, Any] = {"scale": SCALE, "keep": 8, "picks_TK": pack.new(3, -1)}
+        return attend_latent_pages(q, mine, pack.who, sinks_H=sinks, pool=entries, **how)
+
+    def one_by_one(q: Tensor, window: Tensor, pool: Tensor, sinks: Tensor) -> Tensor:
+        first, entry, outs = pack.pages[0].table_SK[:, 0], pack.pages[1].table_SK[:, 0], []
+        for t, (s, p) in enumerate(zip(pack.who.sequence_T, pack.who.position_T, strict=True)):
+            picks = pack.new(3, -1)[t]
+            seen = window[first[s] + max(0, p - 7) : first[s] + p + 1]
+            rows = torch.cat((pool[entry[s] + picks[picks >= 0]], seen))
+            outs.append(reference(q[t], rows, scale=SCALE, sinks_H=sinks))
+        return torch.stack(outs)
+
+    check_gradients(lambda: op(**leaves), one_by_one, leaves, terms=128)
+
+
+def test_attend_latent_pages_refuses() -> None:
+    world = World((9,), 2, 80, 8, 2, 0, torch.bfloat16, 16)
+    pack = Pack(world, (9,), (0,))
+    window, pool = pack.pages
+    q_THD, how = pack.new(0, 0.0), {"scale": 1.0, "keep": 8}
+    refused = [
+        ("'plain' or 'latent_fp8', not 'fp8'", q_THD, window, {"record": "fp8"}),
+        ("plain rows are not of dtype torch.uint8", q_THD, window, {}),
+        ("q is torch.float32", q_THD.float(), window, {"record": "latent_fp8"}),
+        ("80 - rope 20 = 60", q_THD, window, {"record": "latent_fp8", "rope": 20}),
+        ("1 to 64, not 80", q_THD, window, {"record": "latent_fp8", "rope": 80}),
+        ("counts of visible entries or picks", q_THD, window, pack.told() | {"pool": pool}),
+    ]
+    for told, q, pages, options in refused:
+        with pytest.raises(ValueError, match=told):
+            attend_latent_pages(q, pages, pack.who, **how, **options)
+    other = replace(window, values=torch.zeros(9, 80))
+    with pytest.raises(
+        ValueError, match=r"window's rows are torch\.uint8, the pool's torch\.float32"
+    ):
+        attend_latent_pages(q_THD, window, pack.who, pool=other, **how, **pack.told())

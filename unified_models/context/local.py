@@ -130,6 +130,9 @@ class LocalContext:
         pool: Pool | None = None,
         picks_TK: Tensor | None = None,
     ) -> Tensor:
+        if q_THD.is_cuda:
+            how = scale, sinks_H, pool, picks_TK
+            return paged.attend_latent(self.step, self.memory, q_THD, kv_TD, slot, *how)
         recent = self.memory.rows(self.step, slot, kv_TD)
         lists = window_lists(self.step, slot, recent.base_S)
         rows = recent.rows_RD
@@ -153,16 +156,20 @@ class LocalContext:
     ) -> Pool:
         gate_TC = gate_TC + self.read(bias).value[self.positions_T % slot.stride]
         inputs = self.memory.rows(self.step, slot.open, torch.cat((kv_TC, gate_TC), -1))
-        first_S, counts_S = closed(self.step, slot)
-        entries_UD = compress(
-            inputs.rows_RD,
-            window_rows(slot, first_S, counts_S, inputs.base_S),
-            dim=slot.dim,
-            norm=self.read(norm).value,
-            eps=eps,
-            positions_U=numbers(first_S, counts_S) * slot.stride,
-            rope_=rope,
-        )
+        norm_D = self.read(norm).value
+        if kv_TC.is_cuda:
+            entries_UD = paged.compress(self.step, inputs, slot, norm_D, eps, rope)
+        else:
+            first_S, counts_S = closed(self.step, slot)
+            entries_UD = compress(
+                inputs.rows_RD,
+                window_rows(slot, first_S, counts_S, inputs.base_S),
+                dim=slot.dim,
+                norm=norm_D,
+                eps=eps,
+                positions_U=numbers(first_S, counts_S) * slot.stride,
+                rope_=rope,
+            )
         kept = self.memory.entries(self.step, slot, entries_UD)
         return Pool(slot, kept.rows_RD, kept.base_S, (self.positions_T + 1) // slot.stride)
 
@@ -179,7 +186,10 @@ class LocalContext:
             base_T,
             pool.count_T,
         )
-        picks_TK = select(*args, k)
+        if q_TJI.is_cuda:
+            picks_TK = paged.select(self.step, args[0], args[1], pool, k)
+        else:
+            picks_TK = select(*args, k)
         self.note(site, "select", lambda: (*args, picks_TK))
         return picks_TK
 

@@ -10,18 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unified_models.context.lists import scan_grid, tap_rows
-from unified_models.context.memory import Memory, PackMemory, PagedMemory, closed
-from unified_models.context.slots import Rows, State
+from unified_models.context.interface import Pool
+from unified_models.context.lists import numbers, scan_grid, tap_rows, window_rows
+from unified_models.context.memory import Memory, PackMemory, PagedMemory, Readable, closed
+from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step, starts
-from unified_models.formats import StaticFP8, round_trip
+from unified_models.formats import StaticFP8, VectorFP8, round_trip
 from unified_models.formats.records import FLOAT32_RECORD, TailRecord
+from unified_models.ops import compress as compress_op
 from unified_models.ops import conv as conv_op
 from unified_models.ops import scan as scan_op
 from unified_models.ops.attend import attend_pages
+from unified_models.ops.attend_latent import attend_latent_pages
+from unified_models.ops.compress import closing_windows
 from unified_models.ops.pages import Pages
 from unified_models.ops.rerun import rerun
+from unified_models.ops.rope import Rope
 from unified_models.ops.scan.places import Places
+from unified_models.ops.select import select_pages
 
 
 def channels(scales: Sequence[Tensor], each: int) -> Tensor:
@@ -170,3 +176,88 @@ def state_rows(step: Step, slot: State) -> tuple[Tensor, Tensor, int]:
 
     found: tuple[Tensor, Tensor, int] = step.once(("states", slot.chunk), build)
     return found
+
+
+def attend_latent(
+    step: Step,
+    memory: Memory,
+    q_THD: Tensor,
+    kv_TD: Tensor,
+    slot: Rows,
+    scale: float,
+    sinks_H: Tensor | None,
+    pool: Pool | None,
+    picks_TK: Tensor | None,
+) -> Tensor:
+    """See `interface.Context`."""
+    assert slot.keep is not None, f"{slot.path}: a window"
+    recent = memory.rows(step, slot, kv_TD)
+    most = 0 if pool is None else step.most // pool.slot.stride
+    return attend_latent_pages(
+        q_THD,
+        Pages.flat(recent.rows_RD, recent.base_S),
+        step.sequences,
+        scale=scale,
+        keep=slot.keep,
+        sinks_H=sinks_H,
+        pool=None if pool is None else Pages.flat(pool.rows_RD, pool.base_S),
+        count_T=None if pool is None else pool.count_T,
+        picks_TK=picks_TK,
+        most_entries=most,
+    )
+
+
+def compress(
+    step: Step,
+    kept: Readable,
+    slot: Entries,
+    norm_D: Tensor,
+    eps: float,
+    rope: Rope,
+) -> Tensor:
+    """The entries of the windows that close in this step, sequence after sequence; kept: the open rows."""
+    from unified_models.ops.compress.triton import compress as kernel_of
+
+    who = step.sequences
+    first_S, counts_S = closed(step, slot)
+    count = sum(
+        (past + new) // slot.stride - past // slot.stride
+        for past, new in zip(step.past, step.lengths, strict=True)
+    )
+    windows = step.once(
+        ("closing", slot.stride), lambda: closing_windows(who, step.num_tokens, slot.stride)
+    )
+    all_old = dataclasses.replace(who, past_S=who.total_S)
+    nothing = kept.rows_RD.new_zeros(slot.stride, slot.channels)
+
+    def kernel(rows_RC: Tensor, norm_D: Tensor) -> Tensor:
+        entries_UD: Tensor = kernel_of(
+            nothing, nothing, Pages.flat(rows_RC, kept.base_S), all_old, *windows,
+            stride=slot.stride, overlap=slot.overlap, dim=slot.dim, bias=nothing, norm=norm_D,
+            eps=eps, rope_=rope,
+        )  # fmt: skip
+        return entries_UD[:count]
+
+    def meaning(rows_RC: Tensor, norm_D: Tensor) -> Tensor:
+        index_UP = window_rows(slot, first_S, counts_S, kept.base_S)
+        return compress_op.compress(
+            rows_RC,
+            index_UP,
+            dim=slot.dim,
+            norm=norm_D,
+            eps=eps,
+            positions_U=numbers(first_S, counts_S) * slot.stride,
+            rope_=rope,
+        )
+
+    out: Tensor = rerun(kernel, meaning, kept.rows_RD, norm_D)
+    return out
+
+
+def select(step: Step, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool, k: int) -> Tensor:
+    """See `interface.Context`; q has made its round trip. What an FP8 record holds, bfloat16 does, too."""
+    narrow = isinstance(pool.slot.record, VectorFP8)
+    dtype = torch.bfloat16 if narrow else torch.float32
+    keys = Pages.flat(pool.rows_RD.detach().to(dtype), pool.base_S)
+    most = step.most // pool.slot.stride
+    return select_pages(q_TJI.to(dtype), weights_TJ, keys, step.sequences, pool.count_T, k, most)

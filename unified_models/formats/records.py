@@ -165,9 +165,12 @@ def seen_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as values of a wider dtype, wherever they start."""
     if not data.numel():
         return data.new_empty((*data.shape[:-1], data.shape[-1] // dtype.itemsize), dtype=dtype)
-    data = data.contiguous()
+    shape = (*data.shape[:-1], data.shape[-1] // dtype.itemsize)
+    data = (
+        data.contiguous().flatten()
+    )  # a single row may keep a stride of its own, which a view would ask about
     aligned = data.storage_offset() % dtype.itemsize == 0
-    return (data if aligned else data.clone()).view(dtype)
+    return (data if aligned else data.clone()).view(dtype).view(shape)
 
 
 FLOAT32_RECORD = PlainRecord("float32", torch.float32)

@@ -36,8 +36,10 @@ OPERATORS = (
 KERNELS = (
     "activation",
     "attend",
+    "attend_latent",
     "choose",
     "combine",
+    "compress",
     "conv",
     "gated_norm",
     "grouped_linear",
@@ -46,6 +48,7 @@ KERNELS = (
     "rope",
     "router_scores",
     "scan",
+    "select",
     "sort",
 )
 """Operators whose forward is a kernel of their own on CUDA."""

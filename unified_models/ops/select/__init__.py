@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from unified_models.ops.blocks import BLOCK, blocks, ending_in_zero, filled, whole
 from unified_models.ops.choose import NEVER, ordered_bits
 from unified_models.ops.operator import operator
+from unified_models.ops.pages import Pages, Sequences
 from unified_models.ops.products import bmm
 from unified_models.ops.sums import row_sum
 
@@ -67,4 +68,28 @@ def select(
             index = torch.where(seen, base_T[part, None] + columns, -1)
             part_scores = _scores(filled(q_TJI[part]), weights_TJ[part], rows_RI, index)
             picks_TK[part] = top(part_scores, count_T[part], k)
+    return picks_TK
+
+
+def select_pages(
+    q_TJI: Tensor,
+    weights_TJ: Tensor,
+    keys: Pages,
+    who: Sequences,
+    count_T: Tensor,
+    k: int,
+    most_entries: int,
+) -> Tensor:
+    """picks_TK, int64, by the rule of `select`: of the entries 0 .. count[t] - 1 of the token's sequence, read where
+    they lie. Tokens of sequence -1 pick nothing. No gradient. CUDA only.
+
+    q: what comes back from the keys' record, which bfloat16 holds, in bfloat16 or float32. weights: float32. keys:
+    `VectorFP8` records as uint8, or plain rows in bfloat16 or float32 (then q is multiplied in float32). count: int32
+    or int64. most_entries: no token sees more. How many bytes of scores are kept at once follows it, and no bit.
+    """
+    from unified_models.ops.select.triton import select
+
+    picks_TK: Tensor = select(
+        q_TJI.detach(), weights_TJ.detach(), keys, who, count_T, k, most_entries
+    )
     return picks_TK
