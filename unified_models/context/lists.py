@@ -7,31 +7,14 @@ from torch.nn import functional as F
 from unified_models.context.interface import Pool
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step, owners
-from unified_models.ops.blocks import BLOCK, whole
+from unified_models.ops.blocks import whole, window
 from unified_models.ops.scan.grid import TILE, Grid
 
 
 def window_lists(step: Step, slot: Rows, base_S: Tensor) -> Tensor:
-    """[T, N]: the last `slot.keep` tokens of each token, itself included, in absolute blocks of 64 positions.
-
-    Place j of token t's list stands for position 64 * floor(oldest / 64) + j, so a position's place within its block
-    never depends on the step.
-    """
-    positions_T = step.positions_T
-    if slot.keep is None:
-        oldest_T = torch.zeros_like(positions_T)
-        columns = whole(
-            max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=1)
-        )
-    else:
-        oldest_T = (positions_T - slot.keep + 1).clamp_min(0)
-        columns = whole(slot.keep - 1) + BLOCK
-    places = torch.arange(columns, device=step.device)
-    seen_TN = (oldest_T // BLOCK * BLOCK)[:, None] + places
-    index_TN = base_S[step.sequence_T, None] + seen_TN
-    return index_TN.masked_fill(
-        (seen_TN < oldest_T[:, None]) | (seen_TN > positions_T[:, None]), -1
-    )
+    """[T, N]: the last `slot.keep` tokens of each token, itself included, in absolute blocks of 64 positions."""
+    seen_TN = window(step.positions_T, slot.keep, step.most)
+    return torch.where(seen_TN < 0, -1, base_S[step.sequence_T, None] + seen_TN)
 
 
 def pool_lists(step: Step, pool: Pool, picks_TK: Tensor | None) -> Tensor:
@@ -41,11 +24,7 @@ def pool_lists(step: Step, pool: Pool, picks_TK: Tensor | None) -> Tensor:
     """
     base_T1 = pool.base_S[step.sequence_T, None]
     if picks_TK is None:
-        most = (
-            max((p + n for p, n in zip(step.past, step.lengths, strict=True)), default=0)
-            // pool.slot.stride
-        )
-        places = torch.arange(whole(most), device=step.device)
+        places = torch.arange(whole(step.most // pool.slot.stride), device=step.device)
         return (base_T1 + places).masked_fill(places >= pool.count_T[:, None], -1)
     if bool((picks_TK >= pool.count_T[:, None]).any()):
         raise ValueError(f"{pool.slot.path}: a pick names an entry whose window has not closed")

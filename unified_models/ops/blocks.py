@@ -1,5 +1,6 @@
 """Lists of rows in blocks of 64: what attention and selection gather, and the grid that their sums run on."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +16,22 @@ def whole(n: int) -> int:
 def blocks(index_TN: Tensor) -> list[slice]:
     """The places of each block of a list, in order."""
     return [slice(b, b + BLOCK) for b in range(0, index_TN.shape[1], BLOCK)]
+
+
+def window(position_T: Tensor, keep: int | None, most: int) -> Tensor:
+    """int64 [T, N]: the last `keep` positions up to each token's own, in absolute blocks of 64, -1 where there is none.
+    keep None: all, of which no token has more than `most`.
+
+    Place j stands for position 64 * floor(oldest / 64) + j, so a position's place within its block never depends on
+    the step.
+    """
+    position_T1 = position_T.long()[:, None]
+    if keep is None:
+        oldest_T1, columns = torch.zeros_like(position_T1), whole(max(most, 1))
+    else:
+        oldest_T1, columns = (position_T1 - keep + 1).clamp_min(0), whole(keep - 1) + BLOCK
+    seen_TN = oldest_T1 // BLOCK * BLOCK + torch.arange(columns, device=position_T.device)
+    return seen_TN.masked_fill((seen_TN < oldest_T1) | (seen_TN > position_T1), -1)
 
 
 def filled(x: Tensor) -> Tensor:

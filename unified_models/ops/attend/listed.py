@@ -3,22 +3,15 @@
 import torch
 from torch import Tensor
 
-from unified_models.ops.blocks import BLOCK, whole
+from unified_models.ops.blocks import window
 from unified_models.ops.pages import FLAT, Pages, Sequences
 
 
 def lists(who: Sequences, base_S: Tensor, keep: int | None, most: int) -> Tensor:
     """int64 [T, N]: the last `keep` rows of each token, itself included, in absolute blocks of 64 positions; row p of
     sequence s is base_S[s] + p. For tokens that have a sequence."""
-    position_T = who.position_T.long()
-    if keep is None:
-        oldest_T, columns = torch.zeros_like(position_T), whole(most)
-    else:
-        oldest_T, columns = (position_T - keep + 1).clamp_min(0), whole(keep - 1) + BLOCK
-    places = torch.arange(columns, device=position_T.device)
-    seen_TN = (oldest_T // BLOCK * BLOCK)[:, None] + places
-    index_TN = base_S.long()[who.sequence_T.long(), None] + seen_TN
-    return index_TN.masked_fill((seen_TN < oldest_T[:, None]) | (seen_TN > position_T[:, None]), -1)
+    seen_TN = window(who.position_T, keep, most)
+    return torch.where(seen_TN < 0, -1, base_S.long()[who.sequence_T.long(), None] + seen_TN)
 
 
 def rows(

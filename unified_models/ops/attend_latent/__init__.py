@@ -12,6 +12,7 @@ from unified_models.formats.records import LatentFP8
 from unified_models.ops.attend import arithmetic
 from unified_models.ops.attend_latent import listed
 from unified_models.ops.blocks import BLOCK
+from unified_models.ops.blocks import window as window_of
 from unified_models.ops.operator import operator
 from unified_models.ops.pages import FLAT, Pages, Sequences
 from unified_models.ops.rerun import rerun
@@ -169,7 +170,7 @@ def _listed(
     T, D = len(q_THD), q_THD.shape[2]
     count, record = int((who.sequence_T >= 0).sum()), LatentFP8(rope) if rope else None  # a count
     seen = replace(who, sequence_T=who.sequence_T[:count], position_T=who.position_T[:count])
-    rows_RD, index_TN = listed.rows(window, seen, listed.window_lists(seen, keep), D, record)
+    rows_RD, index_TN = listed.rows(window, seen, window_of(seen.position_T, keep, 0), D, record)
     if pool is not None:
         picks_TK = None if picks_TK is None else picks_TK[:count]
         count_T = None if count_T is None else count_T[:count]

@@ -6,18 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unified_models.formats.records import LatentFP8
-from unified_models.ops.blocks import BLOCK, whole
+from unified_models.ops.blocks import whole
 from unified_models.ops.pages import FLAT, Pages, Sequences
-
-
-def window_lists(who: Sequences, keep: int) -> Tensor:
-    """int64 [T, N]: positions of the last `keep` rows of each token, itself included, in absolute blocks of 64; -1
-    where there is none. For tokens that have a sequence."""
-    position_T1 = who.position_T.long()[:, None]
-    oldest_T1 = (position_T1 - keep + 1).clamp_min(0)
-    places = torch.arange(whole(keep - 1) + BLOCK, device=position_T1.device)
-    seen_TN = oldest_T1 // BLOCK * BLOCK + places
-    return seen_TN.masked_fill((seen_TN < oldest_T1) | (seen_TN > position_T1), -1)
 
 
 def pool_lists(count_T: Tensor | None, picks_TK: Tensor | None, most_entries: int) -> Tensor:
