@@ -42,20 +42,13 @@ class World:
         return out
 
 
-@dataclass(frozen=True)
-class Pack:
-    """A step: sequence s of the world brings lengths[s] tokens after past[s]; then `padding` tokens of nobody.
+class Step:
+    """Who is in a step, of its lengths, past and padding: what a pack of either attention is."""
 
-    per_page: None for a pack's flat rows. most: the bound that the step is given, at least its longest sequence.
-    """
-
-    world: World
     lengths: tuple[int, ...]
     past: tuple[int, ...]
-    padding: int = 0
-    per_page: int | None = 16
-    most: int = 0
-    device: str = "cpu"
+    padding: int
+    device: str
 
     @property
     def totals(self) -> list[int]:
@@ -77,6 +70,22 @@ class Pack:
             past + lengths,
         )
         return Sequences(*(x.int().to(self.device) for x in told))
+
+
+@dataclass(frozen=True)
+class Pack(Step):
+    """A step: sequence s of the world brings lengths[s] tokens after past[s]; then `padding` tokens of nobody.
+
+    per_page: None for a pack's flat rows. most: the bound that the step is given, at least its longest sequence.
+    """
+
+    world: World
+    lengths: tuple[int, ...]
+    past: tuple[int, ...]
+    padding: int = 0
+    per_page: int | None = 16
+    most: int = 0
+    device: str = "cpu"
 
     @property
     def q_THD(self) -> Tensor:

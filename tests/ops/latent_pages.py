@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ops.attend_pages import Step
 from tests.ops.conftest import compare_bits
 from unified_models.formats.records import LatentFP8
-from unified_models.ops.pages import Pages, Sequences
+from unified_models.ops.pages import Pages
 
 STALE = 1 << 20
 """What a table says where a sequence has no row: whoever goes there leaves memory."""
@@ -61,7 +62,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Pack:
+class Pack(Step):
     """A step: sequence s of the world brings lengths[s] tokens after past[s]; then `padding` tokens of nobody.
 
     per_page: None for a pack's flat plain rows. more: entries that are allowed for beyond the most that there are; or
@@ -76,27 +77,6 @@ class Pack:
     more: int = 0
     ring: int = 0
     device: str = "cpu"
-
-    @property
-    def totals(self) -> list[int]:
-        """Tokens of each sequence after the step."""
-        return [past + length for past, length in zip(self.past, self.lengths, strict=True)]
-
-    @cached_property
-    def who(self) -> Sequences:
-        lengths, past = torch.tensor(self.lengths), torch.tensor(self.past)
-        number = torch.arange(len(lengths)).repeat_interleave(lengths)
-        starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-        position = torch.arange(len(number)) + (past - starts[:-1])[number]
-        nobody = torch.full((self.padding,), -1)
-        told = (
-            torch.cat((number, nobody)),
-            torch.cat((position, nobody)),
-            starts,
-            past,
-            past + lengths,
-        )
-        return Sequences(*(x.int().to(self.device) for x in told))
 
     def new(self, which: int, nobody: float) -> Tensor:
         """The step's part of the world's q (0) or picks (3); `nobody` for padding."""
