@@ -113,7 +113,8 @@ def distinct(table: Table, generator: torch.Generator) -> Tensor:
     """Whole numbers below `table.upper`, no two alike in a row."""
     assert table.upper is not None, f"{table.label}: no upper bound to draw from"
     rows, columns = table.shape
-    keys = torch.randint(1 << 40, (rows, table.upper), generator=generator)
+    size, device = (rows, table.upper), generator.device
+    keys = torch.randint(1 << 40, size, generator=generator, device=device)
     return keys.argsort(dim=1, stable=True)[:, :columns]
 
 

@@ -86,7 +86,7 @@ def run(
     began = time.perf_counter()
     with TemporaryDirectory() as name:
         write_config(file, changes, Path(name))
-        llm = start(Path(name), load, ours=side == "ours", gpu_memory_utilization=0.92)
+        llm = start(Path(name), load, ours=side == "ours")
     vocab = llm.model_config.get_vocab_size()
     told: dict[str, Any] = {"side": side, "vllm": found(), "start": time.perf_counter() - began}
     for concurrent in (*CONCURRENT, CONCURRENT[0]):
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     given = dict(assignments(rest))
     profile = bool(given.pop(".profile", False))
     load = replace(
-        Load(concurrent=256, budget=8192),
+        Load(concurrent=256, budget=8192, memory=0.92),
         **{k[1:]: v for k, v in given.items() if k.startswith(".")},
     )
     changes = {k: v for k, v in given.items() if not k.startswith(".")}

@@ -27,14 +27,19 @@ from unified_models.config import load_json
 from unified_models.ops.operator import observe
 from unified_models.verify.compare import Comparison, bits
 
-NOT_OURS = ("auto_map", "quantization_config")
+NOT_OURS = ("auto_map",)
 """Keys of a config.json that would make vLLM's own class look for files."""
+NEEDED = {"deepseek_v4": {"kv_cache_dtype": "fp8"}}
+"""model_type -> what vLLM's own class does not start without."""
+SENT = 1 << 30
+"""Bytes of masters in one call of an update: all of them would not fit beside the caches."""
 
 
 @dataclass(frozen=True)
 class Load:
     """What is run. prompt: the most tokens of one; tokens: sampled by each request; budget: tokens of a step; length:
-    of the longest sequence. blocks: of vLLM's memory, 0: as many as fit. update: replace the weights half way."""
+    of the longest sequence. blocks: of vLLM's memory, 0: as many as fit. memory: vLLM's share of the GPU's. update:
+    replace the weights half way."""
 
     requests: int = 256
     prompt: int = 300
@@ -43,6 +48,7 @@ class Load:
     budget: int = 2048
     length: int = 1024
     blocks: int = 0
+    memory: float = 0.8
     update: bool = True
     graphs: str = "FULL"
     seed: int = 0
@@ -58,7 +64,7 @@ class Told:
 
 
 def write_config(file: Path, changes: dict[str, Any], folder: Path) -> None:
-    """config.json alone: the file's, with other values."""
+    """config.json alone: the file's, with other values, and with the formats of its weights where it has them."""
     raw = load_json(file) | changes
     (folder / "config.json").write_text(
         json.dumps({k: v for k, v in raw.items() if k not in NOT_OURS})
@@ -77,6 +83,7 @@ def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any
         "max_model_len": load.length,
         "max_num_seqs": load.concurrent,
         "max_num_batched_tokens": load.budget,
+        "gpu_memory_utilization": load.memory,
         "enable_prefix_caching": False,
         "seed": load.seed,
         "disable_log_stats": False,
@@ -86,6 +93,8 @@ def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any
     if ours:
         given["config_format"] = CONFIG_FORMAT
         given["compilation_config"] = {"cudagraph_mode": load.graphs}
+    else:
+        given |= NEEDED.get(load_json(folder / "config.json")["model_type"], {})
     return LLM(str(folder), **given | options)
 
 
@@ -142,17 +151,34 @@ def compared(
 
 
 def changed(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Masters of a next version: what the packed bytes hold, a little off."""
+    """The next version of every tensor: tables as they are, masters of what the packed bytes hold, trained matrices a
+    little off."""
     from unified_models.checkpoint.names import Names
+    from unified_models.checkpoint.sync import values_of
+    from unified_models.tiny import rule
     from unified_models.weight import Weight
 
     for part in Names.of(model).parts:
-        if isinstance(part.owner, Weight):
-            values = part.owner().dequantized()
-            values = values if part.index is None else values[part.index]
-            noise = torch.randn_like(values) if part.owner.label.endswith("proj") else 0
-            dtype = torch.float32 if part.owner.exact else torch.bfloat16
-            yield part.name, (values * (1 + 0.02 * noise)).to(dtype)
+        values, owner = values_of(part), part.owner
+        if isinstance(owner, Weight):
+            if not owner.frozen and (owner.init or rule(owner)) in ("matrix", "vocab"):
+                values = torch.randn_like(values).mul_(0.02).add_(1).mul_(values)
+            values = values.to(torch.float32 if owner.exact else torch.bfloat16)
+        yield part.name, values
+
+
+def replace_all(ours: Any) -> None:
+    """Give our class the next version, in calls of about SENT bytes; no forward runs before the last."""
+    waiting: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, values in changed(ours.model):
+        waiting.append((name, values))
+        size += values.nbytes
+        if size >= SENT:
+            ours.load_weights(waiting)
+            waiting, size = [], 0
+    if waiting:
+        ours.load_weights(waiting)
 
 
 def control(model: Any, sequence: Sequence[int]) -> int:
@@ -205,7 +231,7 @@ def run(file: Path, changes: dict[str, Any], load: Load) -> dict[str, Any]:
             seconds -= time.perf_counter()
             total, updated = total + compared(ours.model, prompts, told, 16384), True
             report["before update"] = str(total)
-            ours.load_weights(list(changed(ours.model)))
+            replace_all(ours)
             llm.reset_prefix_cache(reset_running_requests=True)
             seconds += time.perf_counter()
     report["sampling"] = time.perf_counter() - began - seconds

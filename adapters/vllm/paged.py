@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from unified_models.adapters.vllm.caches import ALIGNED, HEADER, Cache
-from unified_models.context.slots import Rows, Slot, State
+from unified_models.context.slots import Entries, Rows, Slot, State
 from unified_models.context.step import Step
-from unified_models.formats import PlainRecord, StaticFP8
+from unified_models.formats import LatentFP8, PlainRecord, StaticFP8, VectorFP8
 from unified_models.formats.records import TailRecord
 from unified_models.ops import pages
 from unified_models.ops.pages import Pages
@@ -17,9 +17,10 @@ from unified_models.ops.pages import Pages
 
 def readable(slots: Iterable[Slot]) -> bool:
     """Whether there are kernels for everything that a model keeps."""
+    kinds = PlainRecord | StaticFP8 | LatentFP8 | VectorFP8
     return all(
-        isinstance(slot.record, PlainRecord | StaticFP8)
-        if isinstance(slot, Rows)
+        isinstance(slot.record, kinds)
+        if isinstance(slot, Rows | Entries)
         else isinstance(slot, State)
         for slot in slots
     )
@@ -31,23 +32,39 @@ class PageMemory:
     def __init__(self, caches: Mapping[Slot, Cache]) -> None:
         self.caches = caches
 
-    def pages(self, slot: Rows | State) -> tuple[Pages, ...]:
+    def pages(self, slot: Rows | Entries | State) -> tuple[Pages, ...]:
         """See `context.memory.PagedMemory`."""
         cache = self.caches[slot]
         if isinstance(slot, State):
             return state_pages(cache, slot)
         dtype = slot.record.dtype if isinstance(slot.record, PlainRecord) else torch.uint8
         start, keep = cache.short.get(slot, (0, None))
-        found = typed(cache, dtype, slot.record.size(slot.dim), start, cache.tokens)
+        found = typed(cache, dtype, slot.record.size(slot.dim), start, cache.rows_per_page)
         return (found if keep is None else replace(found, ring=keep),)
 
     def keep(self, step: Step, slot: Rows | State, *rows: Tensor) -> None:
         """See `context.memory.PagedMemory`."""
-        to = self.pages(slot)[:3]
-        if len(rows) == 2:  # keys and values, side by side
-            (both,) = to
-            to = (both, replace(both, start=both.start + rows[0].shape[1]))
-        pages.write(step.sequences, to, rows)
+        from unified_models.ops.records_triton import write_records
+
+        who, to = step.sequences, self.pages(slot)[:3]
+        if isinstance(slot, Rows) and isinstance(slot.record, LatentFP8 | VectorFP8):
+            at = who.sequence_T, who.position_T, who.total_S
+            write_records(to[0], rows[0], slot.record, *at)
+            return
+        if len(rows) == 2:
+            to = (to[0], replace(to[0], start=to[0].start + rows[0].shape[1]))
+        pages.write(who, to, rows)
+
+    def keep_entries(
+        self, slot: Entries, entries_UD: Tensor, sequence_U: Tensor, number_U: Tensor
+    ) -> None:
+        """See `context.memory.PagedMemory`."""
+        from unified_models.ops.records_triton import write_records
+
+        metadata = self.caches[slot].metadata
+        assert metadata is not None, "a step has pages"
+        at = sequence_U, number_U, metadata.total_S  # no sequence has as many
+        write_records(self.pages(slot)[0], entries_UD, slot.record, *at)
 
 
 def state_pages(cache: Cache, slot: State) -> tuple[Pages, ...]:

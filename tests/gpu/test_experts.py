@@ -1,33 +1,24 @@
 """The kernels of experts on a GPU: choice, sort, grouped product, combine, without a wait and in a graph."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.conftest import _make_weight as make_weight
-from tests.ops.conftest import compare_bits
+from tests.ops.conftest import compare_bits, nothing_waits
 from unified_models.formats.weights import FORMATS
 from unified_models.ops.activation import relu2
 from unified_models.ops.choose import choose
 from unified_models.ops.combine import combine, combine_sorted
 from unified_models.ops.grouped_linear import grouped_linear
-from unified_models.ops.linear import linear
+from unified_models.ops.linear import linear, narrow
 from unified_models.ops.sort import by_expert
 from unified_models.weight import Reading
 
 ROWS = (1, 2, 3, 7, 16, 17, 33, 64, 100, 256, 1000)
 COUNTS = ((1, 0, 1, 3), (40, 7, 0, 200), (0, 0, 2500, 9), (0, 1, 0, 0), (16, 32, 64, 128))
-
-
-@pytest.fixture
-def no_waits() -> Iterator[None]:
-    """Whatever waits for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def randn(*shape: int) -> Tensor:
@@ -99,8 +90,12 @@ def stack(name: str, E: int, N: int, K: int) -> tuple[Reading, list[Reading]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_have_the_bits_of_a_linear(name: str, dtype: torch.dtype) -> None:
-    """Whatever the counts, and so the tiles; next to rows of NaN of another expert."""
+def test_rows_have_the_bits_of_a_linear(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """By Triton, which multiplies all experts; whatever the counts, and so the tiles; next to rows of NaN of another
+    expert."""
+    monkeypatch.setattr(narrow, "deep_gemm_release", lambda: None)
     N, K = 720, 1024
     whole, singles = stack(name, 4, N, K)
     count = 0
@@ -122,39 +117,67 @@ def test_rows_have_the_bits_of_a_linear(name: str, dtype: torch.dtype) -> None:
     print(f"{count} values, none unequal")
 
 
+BYTES = (
+    (64, 64, 128, 4, 3), (64, 128, 128, 4, 3),
+    (16, 64, 128, 4, 4), (16, 128, 128, 8, 4), (32, 64, 128, 4, 3),
+)  # fmt: skip
+"""Tiles for weights of bytes, the first straight, the last three turned."""
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "bytes", "blocks", "float32"])
 @pytest.mark.parametrize(("N", "K"), [(768, 2048), (2048, 768), (1856, 2688)], ids=str)
 def test_any_tile_gives_the_same_bits(kind: str, N: int, K: int) -> None:
-    """All that are in the tables, for one row of an expert and for many."""
+    """All that are in the tables, and for bytes straight against turned; a linear's bits, for any number of rows."""
     from unified_models.ops.grouped_linear import triton as kernels
+
+    whole = {name: t.cuda() for name, t in factors(kind, max(ROWS), N, K).items()}
+    table = {"bfloat16": kernels.TILES, "float32": ((None, kernels.FLOAT_TILE),)}
+    chosen = {tile for _, tile in table.get(kind, kernels.E4M3_TILES)}
+    assert kind not in ("bytes", "blocks") or chosen < {*BYTES}
+    tiles = BYTES if kind in ("bytes", "blocks") else sorted(chosen)
+    want, count = of_a_linear(whole), 0
+    for rows in ROWS:
+        counts = (0, 1, rows - 1, 0)  # of expert 2, all but the first row
+        found = {k: t if k in ("w_ENK", "ws_ECB") else t[:rows] for k, t in whole.items()}
+        listed = kernels.RowTiles(torch.tensor(counts).cuda(), rows)
+        first = None
+        for tile in tiles:
+            got = kernels.grouped_product(**found, tiles=listed, tile=tile)
+            first = got if first is None else first
+            count += compare_bits(got, first, f"{rows} rows, {tile}")
+            if rows > 1:
+                compare_bits(got[1:], want[1:rows], f"a linear, {rows} rows, {tile}")
+        compare_bits(kernels.grouped_product(**found, tiles=listed), first, "the chosen tile")
+    assert count == len(tiles) * sum(ROWS) * N
+    print(f"{count} values, none unequal")
+
+
+def factors(kind: str, P: int, N: int, K: int) -> dict[str, Tensor]:
+    """Rows and weights of four experts, as `grouped_product` takes them."""
+    x, w = torch.randn(P, K), torch.randn(4, N, K)
+    if kind == "float32":
+        return {"x_PK": x, "w_ENK": w}
+    if kind == "bfloat16":
+        return {"x_PK": x.bfloat16(), "w_ENK": w.bfloat16()}
+    e4m3 = torch.float8_e4m3fn
+    found = {"x_PK": x.to(e4m3).bfloat16(), "w_ENK": w.to(e4m3)}
+    if kind == "blocks":
+        found |= {"xs_PB": torch.rand(P, K // 128), "ws_ECB": torch.rand(4, -(-N // 128), K // 128)}
+    return found
+
+
+def of_a_linear(found: dict[str, Tensor]) -> Tensor:
+    """All rows with the matrix of expert 2, by the kernels of a linear."""
     from unified_models.ops.linear import narrow_triton
     from unified_models.ops.products_triton import product
 
-    counts = (1, 0, 300, 3)
-    x, w, options = randn(304, K), randn(4, N, K), {}
-    if kind != "float32":
-        x, w = x.bfloat16(), w.bfloat16()
-    if kind in ("bytes", "blocks"):
-        x, w = x.to(torch.float8_e4m3fn).bfloat16(), w.to(torch.float8_e4m3fn)
-    if kind == "blocks":
-        scales = (torch.rand(304, K // 128).cuda(), torch.rand(4, N, K // 128).cuda())
-        options = dict(zip(("xs_PB", "ws_ENB"), scales, strict=True))
-    if kind == "float32":
-        want = product(x[1:301][None], w[2].t()[None])[0]
-    elif kind == "blocks":
-        want = narrow_triton.scaled_product(x[1:301], scales[0][1:301], w[2], scales[1][2])
-    else:
-        want = narrow_triton.product(x[1:301], w[2])
-    tiles = kernels.RowTiles(torch.tensor(counts).cuda(), 304)
-    table = {"bfloat16": kernels.TILES, "float32": ((None, kernels.FLOAT_TILE),)}
-    count, first = 0, None
-    for _, tile in table.get(kind, kernels.E4M3_TILES):
-        got = kernels.grouped_product(x, w, tiles, tile=tile, **options)
-        first = got if first is None else first
-        count += compare_bits(got[1:301], want, f"a linear, {tile}")
-        count += compare_bits(got, first, str(tile))
-    assert count == len(table.get(kind, kernels.E4M3_TILES)) * 604 * N
-    print(f"{count} values, none unequal")
+    x, w = found["x_PK"], found["w_ENK"][2]
+    if w.dtype == torch.float32:
+        return product(x[None], w.t()[None])[0]
+    if "xs_PB" not in found:
+        return narrow_triton.product(x, w)
+    ws_NB = found["ws_ECB"][2].repeat_interleave(128, 0)[: len(w)]
+    return narrow_triton.scaled_product(x, found["xs_PB"], w, ws_NB)
 
 
 def moe(x_TM: Tensor, scores_TE: Tensor, k: int, up: Reading, down: Reading) -> Tensor:
@@ -167,17 +190,15 @@ def moe(x_TM: Tensor, scores_TE: Tensor, k: int, up: Reading, down: Reading) -> 
     return combine_sorted(y_PM, place_TK, gates_TK, x_TM.dtype)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_token_has_one_answer(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_token_has_one_answer(name: str) -> None:
     """Of a whole layer, for any number of tokens beside it; nothing waits for the GPU."""
     (up, _), (down, _) = stack(name, 16, 256, 512), stack(name, 16, 512, 256)
     x, scores = randn(1000, 512).bfloat16(), randn(1000, 16)
     whole, count = moe(x, scores, 4, up, down), 0
     assert bool(whole.isfinite().all())
-    request.getfixturevalue("no_waits")
-    found = [moe(x[-rows:], scores[-rows:], 4, up, down) for rows in ROWS]
-    torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        found = [moe(x[-rows:], scores[-rows:], 4, up, down) for rows in ROWS]
     for rows, got in zip(ROWS, found, strict=True):
         count += compare_bits(got, whole[-rows:], f"{rows} rows")
     assert count == sum(ROWS) * 512

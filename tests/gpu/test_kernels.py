@@ -12,7 +12,7 @@ from tests.ops.conftest import compare_bits
 from unified_models.bench import products
 from unified_models.formats.weights import FORMATS
 from unified_models.ops.grouped_linear import grouped_linear
-from unified_models.ops.linear import linear, narrow
+from unified_models.ops.linear import arithmetic, linear, narrow
 from unified_models.ops.linear.arithmetic import tiled_mm
 from unified_models.ops.linear.probe import probe
 from unified_models.ops.products import bmm
@@ -20,6 +20,8 @@ from unified_models.ops.sums import add_rows_, row_mean, row_sum, running_sum
 
 ROWS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 33, 64, 100, 128, 200, 256, 1000, 2048, 3000)
 PLACES = (0, 5, 1095)
+BYTES = (1, 2, 3, 7, 16, 17, 33, 64, 100, 256, 1000, 4096)
+"""Rows for DeepGEMM's products of bytes, which take blocks of 16 to 256 rows."""
 CORES = 5e-5
 """Tensor cores cut the lowest bits of what they add; measured 1.3e-5 over 4096 channels (2026-11, H200)."""
 
@@ -97,6 +99,55 @@ def test_deep_gemm_has_the_bits_of_triton(K: int, N: int) -> None:
         rounded = narrow.product(x[-rows:], w, torch.bfloat16)
         count += compare_bits(rounded, whole[-rows:].bfloat16(), f"{rows}, rounded")
     assert count == 2 * sum(ROWS) * N
+    print(f"{count} values, none unequal")
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "groups"), [(1024, 4096, 1), (8192, 1024, 1), (1024, 4096, 8)], ids=str
+)
+@torch.no_grad()
+def test_a_row_of_deep_gemms_product_of_bytes_has_one_value(N: int, K: int, groups: int) -> None:
+    """Block FP8: for any number of rows, at any place, next to NaN and in a graph; and near the CPU's and Triton's."""
+    if narrow.deep_gemm_release() is None:
+        pytest.skip("no DeepGEMM, or no Hopper GPU")
+    weight = make_weight(torch.randn(groups * N, K), "fp8_ue8m0", groups=groups)
+    x = torch.randn(max(BYTES) + max(PLACES), *((groups,) if groups > 1 else ()), K).bfloat16()
+    few = linear(x[:9], weight(), dtype=torch.float32)[0].double() / K**0.5
+    x, reading = x.cuda(), weight.cuda()()
+    assert arithmetic.inputs(x, [reading])[0].bytes
+    (whole,), (float32,) = linear(x, reading), linear(x, reading, dtype=torch.float32)
+    for got, want in ((whole[:9].cpu(), few), (whole, float32.double() / K**0.5)):
+        torch.testing.assert_close(got.double() / K**0.5, want, rtol=2**-7, atol=5e-3)
+    count = 0
+    for rows, place in itertools.product(BYTES, PLACES):
+        part = slice(place, place + rows)
+        count += compare_bits(linear(x[part], reading)[0], whole[part], str(part))
+    assert count == len(PLACES) * sum(BYTES) * N * groups
+    dirty = x.clone()
+    dirty[torch.arange(len(x)) % 7 != 3] = torch.nan
+    count += compare_bits(linear(dirty, reading)[0][3::7], whole[3::7], "next to NaN")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (recorded,) = linear(x[:33], reading)
+    recorded.zero_()
+    graph.replay()
+    count += compare_bits(recorded, whole[:33], "a graph")
+    unlike = int((float32.bfloat16() != whole).sum())
+    print(f"{count} values, none unequal; {unlike} of {whole.numel()} unlike Triton's, rounded")
+
+
+@pytest.mark.parametrize("shape", [(4096,), (1024,), (8, 4096), (3, 130)], ids=str)
+def test_scales_with_the_tokens_beside_each_other(shape: tuple[int, ...]) -> None:
+    """The bytes of the row-major form, for DeepGEMM."""
+    from unified_models.ops.quantize_triton import quantize_rows
+
+    x, count = randn(max(BYTES), *shape).bfloat16(), 0
+    want = quantize_rows(x)
+    for rows in BYTES:
+        codes, scales = quantize_rows(x[-rows:], torch.float8_e4m3fn, tokens_last=True)
+        assert scales.stride(0) == 1 and scales.stride(-1) == -(-rows // 4) * 4
+        count += compare_bits(codes.bfloat16(), want[0][-rows:], f"{rows} rows")
+        count += compare_bits(scales.contiguous(), want[1][-rows:], f"{rows} rows")
     print(f"{count} values, none unequal")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.conftest import compare_bits
+from tests.ops.conftest import compare_bits, nothing_waits
 from tests.ops.latent_pages import Pack, World, compare_steps, plain
 from unified_models.ops.attend_latent import attend_latent_pages
 
@@ -97,11 +97,8 @@ def test_a_graph_may_hold_it(case: tuple, most: int) -> None:
 
     want = step.run(take, **step.told())
     args, how = told["args"], told["how"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         again = attend_latent_pages(*args, **how)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attend_latent_pages(*args, **how)

@@ -1,7 +1,9 @@
 """What the tests of operators share: rows that must keep their bits, and gradients against a float64 reference."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -41,6 +43,18 @@ def compare_bits(got: Any, want: Any, where: str) -> int:
             )
         count += a.numel()
     return count
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Whatever waits for the GPU raises a RuntimeError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def wide_rows(x: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
 """linear: every format against the straight-through reference, and rows whose bits never move."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from unified_models import formats
 from unified_models.formats.activations import dequantized_rows
+from unified_models.formats.weights import FORMATS
 from unified_models.ops import products
-from unified_models.ops.linear import arithmetic, linear
+from unified_models.ops.linear import arithmetic, linear, narrow
 from unified_models.ops.linear import probe as start_up
 from unified_models.ops.linear.reference import linear as reference
 from unified_models.ops.linear.reference import straight_through
@@ -213,6 +216,69 @@ def test_products_of_fp8_blocks_are_added_in_order(make_weight, same_bits) -> No
         dots = arithmetic.tiled_mm(rows.x[:, 128 * b : 128 * (b + 1)], w.w[0, b])
         total = total + dots * (rows.scales[:, b, None] * w.scales[0, b])
     assert same_bits(linear(x, reading, dtype=torch.float32)[0], total, "blocks in order") == 128
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "groups", "dtype", "taken"),
+    [
+        ("fp8_ue8m0", (1024, 1024), 1, BF16, True),
+        ("fp8_float32", (512, 4096), 1, BF16, True),
+        ("fp8_ue8m0", (8 * 1024, 4096), 8, BF16, True),
+        ("fp8_ue8m0", (8 * 256, 1024), 8, BF16, False),  # a group is small, the whole is not
+        ("fp8_ue8m0", (1024, 896), 1, BF16, False),
+        ("fp8_ue8m0", (1088, 1024), 1, BF16, False),  # half a block of rows
+        ("fp8_ue8m0", (1024, 1088), 1, BF16, False),
+        ("fp8_ue8m0", (1024, 1024), 1, torch.float32, False),
+        ("fp8_ue8m0", (4, 2048, 4096), 1, BF16, False),  # experts
+        *[(name, (2048, 4096), 1, BF16, name.startswith("fp8_")) for name in FORMATS],
+    ],
+)
+def test_deep_gemm_takes_a_weight_by_its_shape(
+    monkeypatch: pytest.MonkeyPatch, name, shape, groups, dtype, taken: bool
+) -> None:
+    """x is not asked; and nothing is taken where DeepGEMM is not installed, or the weight lies on a CPU."""
+    taken = taken and name != "fp8_tensor"
+    reading = SimpleNamespace(
+        format=formats.find(name),
+        shape=torch.Size(shape),
+        weight=SimpleNamespace(groups=groups),
+        packed={"codes": SimpleNamespace(is_cuda=True)},
+    )
+    monkeypatch.setattr(narrow, "deep_gemm_release", lambda: "0.0")
+    assert narrow.takes_bytes(reading, dtype) is taken
+    reading.packed["codes"].is_cuda = False
+    assert not narrow.takes_bytes(reading, dtype)
+    reading.packed["codes"].is_cuda = True
+    monkeypatch.setattr(narrow, "deep_gemm_release", lambda: None)
+    assert not narrow.takes_bytes(reading, dtype)
+
+
+def test_a_weight_that_deep_gemm_would_take_on_a_cpu(monkeypatch, make_weight, same_bits) -> None:
+    reading, x = make_weight(values(1024, 1024), "fp8_ue8m0")(), torch.randn(5, 1024).bfloat16()
+    (want,) = linear(x, reading)
+    monkeypatch.setattr(narrow, "deep_gemm_release", lambda: "0.0")
+    (rows,) = arithmetic.inputs(x, [reading])
+    assert not rows.bytes
+    assert same_bits(linear(x, reading)[0], want, "with DeepGEMM") == 5 * 1024
+
+
+def test_x_is_prepared_once_for_each_way_of_multiplying(monkeypatch, make_weight) -> None:
+    """A weight that DeepGEMM takes is another kind than one of the same format that it does not take."""
+    many, few = (make_weight(values(128, n), "fp8_ue8m0")() for n in (256, 128))
+    made: list[tuple[int, bool]] = []
+
+    def prepare(x: Tensor, reading: Reading, counts_E: None, as_bytes: bool) -> arithmetic.Input:
+        made.append((reading.shape[0], as_bytes))
+        return arithmetic.Input(x, None)
+
+    monkeypatch.setattr(arithmetic, "prepare", prepare)
+    monkeypatch.setattr(narrow, "takes_bytes", lambda r, dtype: len(r.packed["codes"]) == 256)
+    found = arithmetic.inputs(torch.randn(3, 128), [many, few, many, few])
+    assert made == [(256, True), (128, False)]
+    assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])

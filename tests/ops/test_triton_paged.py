@@ -1,4 +1,4 @@
-"""The scan and the convolution over pages, and what a bench times, by Triton's interpreter."""
+"""All that tokens keep, over pages, and what a bench times, by Triton's interpreter."""
 
 import importlib.util
 import os
@@ -12,7 +12,12 @@ from tests.lacking import without
 
 
 @pytest.mark.parametrize(
-    ("child", "count"), [("paged", 30276), ("bench", 368)], ids=["paged-B07", "bench"]
+    ("child", "count"),
+    [
+        pytest.param("paged", 30276, id="paged-B07"),
+        pytest.param("pool", 200265, id="pool", marks=pytest.mark.slow(35)),
+        pytest.param("bench", 368, id="bench"),
+    ],
 )
 def test_steps_in_pages_have_the_bits_of_a_pack(child: str, count: int) -> None:
     if importlib.util.find_spec("triton") is None:

@@ -351,6 +351,10 @@ def main() -> int:
         check_scores,
         check_rule,
     ]
+    with torch.device(device()):
+        torch.empty(
+            0
+        )  # PyTorch looks its constructors up once, and that must be before one is replaced
     torch.empty, empty = poisoning(torch.empty), torch.empty
     try:
         with torch.device(device()):

@@ -3,25 +3,32 @@
 Choice, sort, grouped product and combine against what CPU computes, on poisoned memory; a row's bits in any company.
 """
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
 from tests.conftest import poisoning
+from tests.ops.conftest import _make_weight as make_weight
 from tests.ops.conftest import compare_bits
+from unified_models.ops import quantize_triton
 from unified_models.ops.choose import triton as choices
 from unified_models.ops.choose.reference import choose as chosen
 from unified_models.ops.combine import combine
 from unified_models.ops.combine import triton as combines
+from unified_models.ops.grouped_linear import grouped_linear
 from unified_models.ops.grouped_linear import triton as grouped
-from unified_models.ops.linear import narrow_triton
+from unified_models.ops.linear import arithmetic, narrow_triton
 from unified_models.ops.products_triton import product
 from unified_models.ops.sort import by_expert
 from unified_models.ops.sort import triton as sorts
 
 COUNTS = ((1, 0, 1, 3), (0, 0, 0, 1), (40, 7, 0, 33), (0, 0), (130, 2))
 """Rows of each expert."""
+STRAIGHT = ((64, 32, 128, 4, 2),)
+TURNED = ((32, 128, 128, 8, 3),)
+"""Tiles beside the chosen ones. Of bytes, one below 64 rows is computed as w @ x.T."""
 
 
 def check_choices() -> int:
@@ -92,7 +99,7 @@ def check_tiles() -> int:
 
 def operands(P: int, E: int, kind: str) -> dict[str, Tensor]:
     """Rows and weights of a kind of product. x lies among NaN where its rows may."""
-    N, K = 21, 256 if kind == "blocks" else 40
+    N, K = (150, 256) if kind == "blocks" else (21, 40)
     memory = torch.full((P, K + 16), math.nan)
     memory[:, :K] = torch.randn(P, K).to(torch.float8_e4m3fn).float()
     x, w = memory.bfloat16()[:, :K], torch.randn(E, N, K)
@@ -102,7 +109,7 @@ def operands(P: int, E: int, kind: str) -> dict[str, Tensor]:
         return {"x_PK": x, "w_ENK": w.bfloat16()}
     found = {"x_PK": x, "w_ENK": w.to(torch.float8_e4m3fn)}
     if kind == "blocks":
-        return found | {"xs_PB": torch.rand(P, 2), "ws_ENB": torch.rand(E, N, 2)}
+        return found | {"xs_PB": torch.rand(P, 2), "ws_ECB": torch.rand(E, 2, 2)}
     return found | {"outer_E": torch.rand(E)}
 
 
@@ -112,7 +119,8 @@ def alone(found: dict[str, Tensor], e: int, span: slice) -> Tensor:
     if x.dtype == torch.float32:
         return product(x[None], w.t()[None])[0]
     if "xs_PB" in found:
-        return narrow_triton.scaled_product(x, found["xs_PB"][span], w, found["ws_ENB"][e])
+        ws_NB = found["ws_ECB"][e].repeat_interleave(128, 0)[: len(w)]
+        return narrow_triton.scaled_product(x, found["xs_PB"][span], w, ws_NB)
     out = narrow_triton.product(x, w)
     return out * found["outer_E"][e] if "outer_E" in found else out
 
@@ -126,7 +134,7 @@ def check_products() -> int:
             found = operands(P, E, kind)
             tiles = grouped.RowTiles(torch.tensor(counts), P)
             got = grouped.grouped_product(**found, tiles=tiles)
-            assert got.shape == (P, 21)
+            assert got.shape == (P, found["w_ENK"].shape[1])
             start = 0
             for e, each in enumerate(counts):
                 span = slice(start, start + each)
@@ -137,10 +145,33 @@ def check_products() -> int:
                 start += each
             rounded = grouped.grouped_product(**found, tiles=tiles, dtype=torch.bfloat16)
             torch.testing.assert_close(rounded.float(), got, rtol=2**-7, atol=1e-6)
-            other = (64, 32, 128 if kind == "blocks" else 32, 4, 2)
-            again = grouped.grouped_product(**found, tiles=tiles, tile=other)
-            torch.testing.assert_close(again, got, rtol=1e-5, atol=1e-4)
-            count += 2
+            others = TURNED if kind in ("blocks", "outer") else STRAIGHT
+            for other in others:
+                again = grouped.grouped_product(**found, tiles=tiles, tile=other)
+                torch.testing.assert_close(again, got, rtol=1e-5, atol=1e-4)
+            count += 1 + len(others)
+    return count
+
+
+def check_blocks() -> int:
+    """A block-FP8 weight's own bytes and scales, of sides that are no whole blocks."""
+    count = 0
+    for name, (N, K) in itertools.product(("fp8_ue8m0", "fp8_float32"), ((256, 128), (150, 200))):
+        reading, counts = make_weight(torch.randn(3, N, K) / K**0.5, name)(), (3, 0, 18)
+        x = torch.randn(21, K).bfloat16()
+        held = reading.operand(arithmetic.block_bytes)
+        assert held.scales is not None and held.scales.shape == (3, -(-N // 128), -(-K // 128))
+        if K == 128:
+            assert held.w.data_ptr() == reading.packed["codes"].data_ptr()  # no copy
+        codes, scales = quantize_triton.quantize_rows(x)
+        tiles = grouped.RowTiles(torch.tensor(counts), 21)
+        (want,) = grouped_linear(x, counts, reading)
+        for tile in (None, *STRAIGHT, *TURNED):
+            got = grouped.grouped_product(
+                codes, held.w, tiles, xs_PB=scales, ws_ECB=held.scales, tile=tile
+            )
+            torch.testing.assert_close(got, want.float(), rtol=2**-7, atol=1e-4)
+            count += 1
     return count
 
 
@@ -148,6 +179,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.empty = poisoning(torch.empty)
     count = check_choices() + check_sorts() + check_combines() + check_tiles() + check_products()
+    count += check_blocks()
     print(f"{count} calls agree")
 
 

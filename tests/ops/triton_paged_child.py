@@ -48,6 +48,9 @@ class Paged:
     def keep(self, step: Step, slot: Rows | State, *rows: Tensor) -> None:
         write(step.sequences, self.pages(slot)[: len(rows)], rows)
 
+    def keep_entries(self, *_: object) -> None:
+        raise AssertionError("there are none here")
+
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)

@@ -15,7 +15,7 @@ from unified_models.checkpoint.names import Names, Part
 from unified_models.checkpoint.quantized import LAYOUTS, pending
 from unified_models.checkpoint.shards import INDEX, SINGLE, Pending, write_shard
 from unified_models.checkpoint.sync import values_of
-from unified_models.formats import Packed
+from unified_models.formats import Format, Packed
 from unified_models.model import LanguageModel
 from unified_models.weight import Table, Weight
 
@@ -130,13 +130,8 @@ def _tensors(part: Part, values: Values, masters: bool) -> Iterator[Pending]:
 
 
 def _packed(part: Part, owner: Weight, values: Values) -> Packed:
-    """The packed bytes of one part, in the format that checkpoints hold.
-
-    One value may have several (code, scale) pairs: with power-of-two scales, where rounding took a block's maximum
-    down to half the range; under four-over-six, where a block lies on both grids. The file gets the pair that a load
-    arrives at, so that load and save change no byte; and the packed bytes where that would change a value. A serving
-    process writes the file's own bytes.
-    """
+    """The packed bytes of one part, in the format that checkpoints hold; `settled`, unless a serving process writes
+    the file's own bytes."""
     stored = owner.stored
     if owner.format is not stored or values is not values_of:
         packed = stored.pack(values(part))
@@ -144,11 +139,21 @@ def _packed(part: Part, owner: Weight, values: Values) -> Packed:
         packed = owner().packed
         if part.index is not None:
             packed = {name: values[part.index] for name, values in packed.items()}
-    if stored.name not in LAYOUTS or owner.master is None:
+    return packed if owner.master is None else settled(stored, packed, part.shape)
+
+
+def settled(stored: Format, packed: Packed, shape: torch.Size) -> Packed:
+    """The bytes that a file gets for these.
+
+    One value may have several (code, scale) pairs: with power-of-two scales, where rounding took a block's maximum
+    down to half the range; under four-over-six, where a block lies on both grids. The file gets the pair that a load
+    arrives at, so that load and save change no byte; and the packed bytes where that would change a value.
+    """
+    if stored.name not in LAYOUTS:
         return packed
-    unpacked = stored.unpack(packed, part.shape)
+    unpacked = stored.unpack(packed, shape)
     again = stored.pack(unpacked)
-    return again if torch.equal(stored.unpack(again, part.shape), unpacked) else packed
+    return again if torch.equal(stored.unpack(again, shape), unpacked) else packed
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:

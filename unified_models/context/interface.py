@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from unified_models.context.memory import Readable
 from unified_models.context.slots import Entries, Rows, State
+from unified_models.ops.pages import Pages
 from unified_models.ops.rope import Rope
 from unified_models.weight import Reading, Table, Weight
 
@@ -23,14 +25,26 @@ from unified_models.weight import Reading, Table, Weight
 class Pool:
     """The closed windows of each sequence, as `attend_latent` and `select` read them.
 
-    rows_RD, base_S: as in memory.Readable. count_T: entries that token t sees; entry w is seen once its window
-    closed at or before the token. int64.
+    kept: their rows as they come back from the slot's record, or on a GPU where the records lie. count_T: entries that
+    token t sees; entry w is seen once its window closed at or before the token. int64.
     """
 
     slot: Entries
-    rows_RD: Tensor
-    base_S: Tensor
+    kept: Readable | Pages
     count_T: Tensor
+
+    @property
+    def readable(self) -> Readable:
+        """AssertionError: they are read where they lie."""
+        assert isinstance(self.kept, Readable), f"{self.slot.path}: its rows are not gathered"
+        return self.kept
+
+    @property
+    def pages(self) -> Pages:
+        """Where rows lie; those that were gathered as one page that never ends."""
+        if isinstance(self.kept, Pages):
+            return self.kept
+        return Pages.flat(self.kept.rows_RD, self.kept.base_S)
 
 
 class Experts(nn.Module):

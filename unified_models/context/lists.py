@@ -22,7 +22,7 @@ def pool_lists(step: Step, pool: Pool, picks_TK: Tensor | None) -> Tensor:
 
     A pick that its token cannot see yet is refused: an entry is visible once its window closed.
     """
-    base_T1 = pool.base_S[step.sequence_T, None]
+    base_T1 = pool.readable.base_S[step.sequence_T, None]
     if picks_TK is None:
         places = torch.arange(whole(step.most // pool.slot.stride), device=step.device)
         return (base_T1 + places).masked_fill(places >= pool.count_T[:, None], -1)

@@ -137,9 +137,10 @@ class LocalContext:
         lists = window_lists(self.step, slot, recent.base_S)
         rows = recent.rows_RD
         if pool is not None:
-            after_pool = torch.where(lists < 0, -1, lists + len(pool.rows_RD))
+            entries_RD = pool.readable.rows_RD
+            after_pool = torch.where(lists < 0, -1, lists + len(entries_RD))
             lists = torch.cat((pool_lists(self.step, pool, picks_TK), after_pool), 1)
-            rows = torch.cat((pool.rows_RD, rows))
+            rows = torch.cat((entries_RD, rows))
         return attend_latent(q_THD, rows, lists, scale=scale, sinks_H=sinks_H)
 
     @operator
@@ -154,43 +155,35 @@ class LocalContext:
         eps: float,
         rope: Rope,
     ) -> Pool:
-        gate_TC = gate_TC + self.read(bias).value[self.positions_T % slot.stride]
-        inputs = self.memory.rows(self.step, slot.open, torch.cat((kv_TC, gate_TC), -1))
-        norm_D = self.read(norm).value
+        step, norm_D = self.step, self.read(norm).value
+        gate_TC = gate_TC + self.read(bias).value[step.places_T(slot.stride)]
         if kv_TC.is_cuda:
-            entries_UD = paged.compress(self.step, inputs, slot, norm_D, eps, rope)
-        else:
-            first_S, counts_S = closed(self.step, slot)
-            entries_UD = compress(
-                inputs.rows_RD,
-                window_rows(slot, first_S, counts_S, inputs.base_S),
-                dim=slot.dim,
-                norm=norm_D,
-                eps=eps,
-                positions_U=numbers(first_S, counts_S) * slot.stride,
-                rope_=rope,
-            )
-        kept = self.memory.entries(self.step, slot, entries_UD)
-        return Pool(slot, kept.rows_RD, kept.base_S, (self.positions_T + 1) // slot.stride)
+            how = norm_D, eps, rope
+            kept = paged.compress(step, self.memory, kv_TC, gate_TC, slot, *how)
+            return Pool(slot, kept, step.counts_T(slot.stride))
+        inputs = self.memory.rows(step, slot.open, torch.cat((kv_TC, gate_TC), -1))
+        first_S, counts_S = closed(step, slot)
+        entries_UD = compress(
+            inputs.rows_RD,
+            window_rows(slot, first_S, counts_S, inputs.base_S),
+            dim=slot.dim,
+            norm=norm_D,
+            eps=eps,
+            positions_U=numbers(first_S, counts_S) * slot.stride,
+            rope_=rope,
+        )
+        return Pool(slot, self.memory.entries(step, slot, entries_UD), step.counts_T(slot.stride))
 
     @operator
     def select(
         self, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool, k: int, site: nn.Module
     ) -> Tensor:
-        q_TJI = round_trip(q_TJI.detach(), pool.slot.record)
-        base_T = pool.base_S[self.step.sequence_T]
-        args = (
-            q_TJI.float(),
-            weights_TJ.detach().float(),
-            pool.rows_RD.detach().float(),
-            base_T,
-            pool.count_T,
-        )
+        q_TJI, weights_TJ = q_TJI.detach(), weights_TJ.detach().float()
         if q_TJI.is_cuda:
-            picks_TK = paged.select(self.step, args[0], args[1], pool, k)
+            picks_TK = paged.select(self.step, q_TJI, weights_TJ, pool, k)
         else:
-            picks_TK = select(*args, k)
-        self.note(site, "select", lambda: (*args, picks_TK))
+            picks_TK = select(*selected(self.step, q_TJI, weights_TJ, pool), k)
+        self.note(site, "select", lambda: (*selected(self.step, q_TJI, weights_TJ, pool), picks_TK))
         return picks_TK
 
     @operator
@@ -277,6 +270,15 @@ class _Again:
 
     def __exit__(self, *_: object) -> None:
         self.ctx._again = False
+
+
+def selected(
+    step: Step, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `ops.select` is given: q after the round trip of the pool's record, weights, rows, and each token's."""
+    q_TJI, kept = round_trip(q_TJI, pool.slot.record).float(), pool.readable
+    base_T = kept.base_S[step.sequence_T]
+    return q_TJI, weights_TJ, kept.rows_RD.detach().float(), base_T, pool.count_T
 
 
 def check_ids(ids_T: Tensor, limit: int, label: str) -> None:

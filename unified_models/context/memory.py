@@ -51,12 +51,18 @@ class PagedMemory(Protocol):
     """What sequences remember, for kernels that read rows where they lie. Nothing is gathered, and the host need not
     know the step."""
 
-    def pages(self, slot: Rows | State) -> tuple[Pages, ...]:
-        """Where rows are: of Rows one, a row's record as it is; of a State those of its open x, time steps and b, and
-        of its states, whose row c is the state after chunk c, in float32 and as rows see it."""
+    def pages(self, slot: Rows | Entries | State) -> tuple[Pages, ...]:
+        """Where rows are: of Rows and Entries one, a row's record as it is; of a State those of its open x, time steps
+        and b, and of its states, whose row c is the state after chunk c, in float32 and as rows see it."""
 
     def keep(self, step: Step, slot: Rows | State, *rows: Tensor) -> None:
-        """Keep a row [T, ...] for each token of the step, as the slot's record holds it; of a State x, dt and b."""
+        """Keep a row [T, ...] for each token of the step, as the slot's record holds it, its parts side by side; of a
+        State x, dt and b."""
+
+    def keep_entries(
+        self, slot: Entries, entries_UD: Tensor, sequence_U: Tensor, number_U: Tensor
+    ) -> None:
+        """Keep entry number_U[u] of sequence sequence_U[u], int32; sequence -1: none."""
 
 
 def closed(step: Step, slot: Entries | State) -> tuple[Tensor, Tensor]:

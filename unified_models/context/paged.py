@@ -6,6 +6,7 @@ the lists of rows that the CPU reads.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from unified_models.context.lists import numbers, scan_grid, tap_rows, window_ro
 from unified_models.context.memory import Memory, PackMemory, PagedMemory, Readable, closed
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step, starts
-from unified_models.formats import StaticFP8, VectorFP8, round_trip
+from unified_models.formats import LatentFP8, StaticFP8, VectorFP8, round_trip
 from unified_models.formats.records import FLOAT32_RECORD, TailRecord
 from unified_models.ops import compress as compress_op
 from unified_models.ops import conv as conv_op
@@ -191,51 +192,56 @@ def attend_latent(
 ) -> Tensor:
     """See `interface.Context`."""
     assert slot.keep is not None, f"{slot.path}: a window"
-    recent = memory.rows(step, slot, kv_TD)
-    most = 0 if pool is None else step.most // pool.slot.stride
+    how: dict[str, Any] = {}
+    if isinstance(memory, PagedMemory):
+        memory.keep(step, slot, kv_TD)
+        (window,) = memory.pages(slot)
+        if isinstance(slot.record, LatentFP8):
+            how = {"record": "latent_fp8", "rope": slot.record.rope}
+    else:
+        recent = memory.rows(step, slot, kv_TD)
+        window = Pages.flat(recent.rows_RD, recent.base_S)
+    if pool is not None:
+        how |= {"pool": pool.pages, "count_T": pool.count_T, "picks_TK": picks_TK}
+        how["most_entries"] = step.most // pool.slot.stride
     return attend_latent_pages(
-        q_THD,
-        Pages.flat(recent.rows_RD, recent.base_S),
-        step.sequences,
-        scale=scale,
-        keep=slot.keep,
-        sinks_H=sinks_H,
-        pool=None if pool is None else Pages.flat(pool.rows_RD, pool.base_S),
-        count_T=None if pool is None else pool.count_T,
-        picks_TK=picks_TK,
-        most_entries=most,
+        q_THD, window, step.sequences, scale=scale, keep=slot.keep, sinks_H=sinks_H, **how
     )
 
 
 def compress(
     step: Step,
-    kept: Readable,
+    memory: Memory,
+    kv_TC: Tensor,
+    gate_TC: Tensor,
     slot: Entries,
     norm_D: Tensor,
     eps: float,
     rope: Rope,
-) -> Tensor:
-    """The entries of the windows that close in this step, sequence after sequence; kept: the open rows."""
-    from unified_models.ops.compress.triton import compress as kernel_of
-
+) -> Readable | Pages:
+    """What can be read of the slot after this step; see `interface.Context`. The gate has its bias."""
     who = step.sequences
+    windows = step.once(
+        ("closing", slot.stride), lambda: closing_windows(who, step.num_tokens, slot.stride)
+    )
+    if isinstance(memory, PagedMemory):
+        # First: a prefix cache may give one sequence the rows of another in the step that makes them.
+        memory.keep(step, slot.open, kv_TC, gate_TC)
+        (rows,) = memory.pages(slot.open)
+        entries_UD = compress_open(step, rows, windows, slot, norm_D, eps, rope)
+        memory.keep_entries(slot, entries_UD, *windows)
+        return memory.pages(slot)[0]
+    kept = memory.rows(step, slot.open, torch.cat((kv_TC, gate_TC), -1))
     first_S, counts_S = closed(step, slot)
     count = sum(
         (past + new) // slot.stride - past // slot.stride
         for past, new in zip(step.past, step.lengths, strict=True)
     )
-    windows = step.once(
-        ("closing", slot.stride), lambda: closing_windows(who, step.num_tokens, slot.stride)
-    )
-    all_old = dataclasses.replace(who, past_S=who.total_S)
-    nothing = kept.rows_RD.new_zeros(slot.stride, slot.channels)
 
     def kernel(rows_RC: Tensor, norm_D: Tensor) -> Tensor:
-        entries_UD: Tensor = kernel_of(
-            nothing, nothing, Pages.flat(rows_RC, kept.base_S), all_old, *windows,
-            stride=slot.stride, overlap=slot.overlap, dim=slot.dim, bias=nothing, norm=norm_D,
-            eps=eps, rope_=rope,
-        )  # fmt: skip
+        entries_UD = compress_open(
+            step, Pages.flat(rows_RC, kept.base_S), windows, slot, norm_D, eps, rope
+        )
         return entries_UD[:count]
 
     def meaning(rows_RC: Tensor, norm_D: Tensor) -> Tensor:
@@ -250,14 +256,39 @@ def compress(
             rope_=rope,
         )
 
-    out: Tensor = rerun(kernel, meaning, kept.rows_RD, norm_D)
-    return out
+    return memory.entries(step, slot, rerun(kernel, meaning, kept.rows_RD, norm_D))
+
+
+def compress_open(
+    step: Step,
+    rows: Pages,
+    windows: tuple[Tensor, Tensor],
+    slot: Entries,
+    norm_D: Tensor,
+    eps: float,
+    rope: Rope,
+) -> Tensor:
+    """The entries of `closing_windows`, all of whose tokens have their open row already."""
+    from unified_models.ops.compress.triton import compress
+
+    old = dataclasses.replace(step.sequences, past_S=step.sequences.total_S)
+    nothing = norm_D.new_zeros(slot.stride, slot.channels, dtype=torch.float32)
+    entries_UD: Tensor = compress(
+        nothing, nothing, rows, old, *windows, stride=slot.stride, overlap=slot.overlap,
+        dim=slot.dim, bias=nothing, norm=norm_D, eps=eps, rope_=rope,
+    )  # fmt: skip
+    return entries_UD
 
 
 def select(step: Step, q_TJI: Tensor, weights_TJ: Tensor, pool: Pool, k: int) -> Tensor:
-    """See `interface.Context`; q has made its round trip. What an FP8 record holds, bfloat16 does, too."""
-    narrow = isinstance(pool.slot.record, VectorFP8)
-    dtype = torch.bfloat16 if narrow else torch.float32
-    keys = Pages.flat(pool.rows_RD.detach().to(dtype), pool.base_S)
+    """See `interface.Context`. What an FP8 record holds, bfloat16 does, too."""
+    from unified_models.ops.records_triton import round_trip as through
+
+    record, keys = pool.slot.record, pool.kept
+    dtype = torch.bfloat16 if isinstance(record, VectorFP8) else torch.float32
+    if isinstance(keys, Readable):
+        keys = Pages.flat(keys.rows_RD.detach().to(dtype), keys.base_S)
+    if isinstance(record, VectorFP8):
+        q_TJI = through(q_TJI, record, dtype)
     most = step.most // pool.slot.stride
     return select_pages(q_TJI.to(dtype), weights_TJ, keys, step.sequences, pool.count_T, k, most)

@@ -59,7 +59,7 @@ class PlainContext(LocalContext):
             seen = (seen_at <= at) & (seen_at > at - (slot.keep or past + length))
             if pool is not None:
                 numbers = torch.arange((past + length) // pool.slot.stride)
-                old = pool.rows_RD[numbers + pool.base_S[s]]
+                old = pool.readable.rows_RD[numbers + pool.readable.base_S[s]]
                 visible = numbers < pool.count_T[part, None]
                 if picks_TK is not None:
                     visible = (picks_TK[part, :, None] == numbers).any(1)

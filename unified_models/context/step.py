@@ -83,6 +83,16 @@ class Step:
         rows = torch.arange(self.num_tokens, device=self.device)
         return rows - (self.starts_S[:-1] - self.past_S)[self.sequence_T]
 
+    def places_T(self, stride: int) -> Tensor:
+        """The place of each token in its window of `stride` tokens; int64."""
+        found: Tensor = self.once(("places", stride), lambda: self.positions_T % stride)
+        return found
+
+    def counts_T(self, stride: int) -> Tensor:
+        """Windows of `stride` tokens that closed at or before each token; int64."""
+        found: Tensor = self.once(("counts", stride), lambda: (self.positions_T + 1) // stride)
+        return found
+
     @cached_property
     def sequences(self) -> Sequences:
         """As kernels read them."""

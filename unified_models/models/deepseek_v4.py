@@ -193,7 +193,7 @@ class HyperConnection(nn.Module):
 
     def forward(self, streams_TXM: Tensor, ctx: Context) -> Any:
         cfg = self.cfg
-        projected_TC = ctx.linear(streams_TXM.flatten(1).float(), self.fn)
+        projected_TC = ctx.linear(streams_TXM.flatten(1), self.fn)
         mixes_TC = ops.hyper_normalize(projected_TC, streams_TXM, cfg.rms_norm_eps)
         scale, base_C = self.scale().value, self.base().value
         if len(scale) == 1:  # before the final norm: nothing is spread again

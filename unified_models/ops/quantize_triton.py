@@ -36,12 +36,13 @@ def _e4m3(x):
     return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "stride_g", "stride_b", "stride_t"])
 def _quantize_rows(
-    x_ptr, codes_ptr, scales_ptr, P, stride,
+    x_ptr, codes_ptr, scales_ptr, P, stride, stride_g, stride_b, stride_t, STACK,
     K: tl.constexpr, PER_ROW: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Group p is number p % PER_ROW of row p // PER_ROW; what lies past K counts as 0."""
+    """Group p is number p % PER_ROW of row p // PER_ROW; what lies past K counts as 0. Row r is number r % STACK of
+    token r // STACK, and only the place of its scales follows from that."""
     p = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     n = tl.arange(0, GROUP)
     k = (p % PER_ROW)[:, None] * GROUP + n[None, :]
@@ -55,7 +56,9 @@ def _quantize_rows(
     codes = _e4m3(x * tl.div_rn(1.0, scale)[:, None])
     codes_at = codes_ptr + p[:, None] * GROUP + n[None, :]
     tl.store(codes_at, codes.to(codes_ptr.dtype.element_ty), mask=p[:, None] < P)
-    tl.store(scales_ptr + p, scale, mask=p < P)
+    r = p // PER_ROW
+    at = (r % STACK) * stride_g + (p % PER_ROW) * stride_b + (r // STACK) * stride_t
+    tl.store(scales_ptr + at, scale, mask=p < P)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -73,20 +76,32 @@ def _static_codes(
     tl.store(codes_ptr + r[:, None] * K + k[None, :], codes, mask=inside)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.bfloat16, *, tokens_last: bool = False
+) -> tuple[Tensor, Tensor]:
     """e4m3 code values [..., K'] in `dtype` and float32 scales [..., K'/128], K' = K rounded up to 128 (zero-filled).
 
     x: [..., K] in bfloat16 or float32, rows any stride apart; dtype: bfloat16, float32 or float8_e4m3fn.
+    tokens_last: x is [T, K] or [T, G, K], and the scales lie in memory as [K'/128, T'] or [G, K'/128, T'], T' = T
+    rounded up to a multiple of 4, as DeepGEMM loads them; what is returned has their usual shape, as a view. Nothing
+    writes the scales past T, and no row reads them.
     """
     *rows, K = x.shape
     B = triton.cdiv(K, GROUP)
     codes = torch.empty(*rows, B * GROUP, dtype=dtype, device=x.device)
-    scales = torch.empty(*rows, B, dtype=torch.float32, device=x.device)
+    if tokens_last:
+        T, *stack = rows
+        memory = torch.empty(*stack, B, -(-T // 4) * 4, dtype=torch.float32, device=x.device)
+        scales = memory[..., :T].movedim(-1, 0)
+        G, strides = (stack[0] if stack else 1), [scales.stride(d) for d in (-2, -1, 0)]
+    else:
+        scales = torch.empty(*rows, B, dtype=torch.float32, device=x.device)
+        G, strides = 1, [0, 1, B]
     if codes.numel():
         flat = rows_of(x)
         P = len(flat) * B
         _quantize_rows[(triton.cdiv(P, GROUPS),)](
-            flat, codes, scales, P, flat.stride(0), K, B, GROUP, GROUPS,
+            flat, codes, scales, P, flat.stride(0), *strides, G, K, B, GROUP, GROUPS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales

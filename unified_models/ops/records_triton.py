@@ -54,8 +54,9 @@ def _values(codes):
     low = codes & 0x7F
     normal = ((low << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     size = tl.where(low < 8, low.to(tl.float32) * 0.001953125, normal)
-    size = tl.where(low == 0x7F, float("nan"), size)
-    return tl.where(codes >= 0x80, -size, size)
+    # Minus zero is one of them, and 0 - 0 is not.
+    signed = size.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)
+    return tl.where(low == 0x7F, float("nan"), signed.to(tl.float32, bitcast=True))
 
 
 @triton.jit

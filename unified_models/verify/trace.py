@@ -117,7 +117,7 @@ class Trace:
         for s, (first, count) in enumerate(zip(first_S.tolist(), counts_S.tolist(), strict=True)):
             for w in range(first, first + count):
                 places.append((self._sequences[s], (w + 1) * out.slot.stride - 1))
-                at.append(int(out.base_S[s]) + w)
+                at.append(int(out.readable.base_S[s]) + w)
         return places, at
 
     def enter(self, path: str) -> None:
@@ -146,7 +146,7 @@ class Trace:
 def _leaves(out: Any, count: int) -> list[Tensor]:
     """The tensors of an output that have a row for each of `count` tokens, or that hold a pool's entries."""
     if isinstance(out, Pool):
-        return [out.rows_RD]
+        return [out.readable.rows_RD]
     tensors = [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
     return [x for x in tensors if x.dim() and len(x) == count]
 
@@ -162,7 +162,9 @@ def _struck(out: Any, leaves: list[Tensor], row: int) -> Any:
         return x
 
     if isinstance(out, Pool):
-        return dataclasses.replace(out, rows_RD=changed(out.rows_RD))
+        kept = out.readable
+        kept = dataclasses.replace(kept, rows_RD=changed(kept.rows_RD))
+        return dataclasses.replace(out, kept=kept)
     return changed(out) if isinstance(out, Tensor) else tuple(changed(x) for x in out)
 
 

@@ -20,6 +20,9 @@ SPLIT = 1024
 """Positions of one part of a row's sums, at absolute positions."""
 WORKSPACE = 256 << 20
 """Bytes of parts that are kept at once; more tokens than that go in several turns."""
+CORE_ROWS, FLOAT_ROWS = 64, 16
+"""Of a tile, at most, unless a key head has more query heads: on tensor cores, where 16 rows have the same bits, and in
+float32, where they would not."""
 DEPTH = 32
 """Channels that float32 multiplies at once: no tensor core takes them, and a thread holds what it multiplies."""
 
@@ -276,7 +279,7 @@ def tile_of(tokens: int, sequences: int, each: int, cores: bool) -> int:
     """Tokens that share a tile and the keys it reads: several, unless most sequences bring one."""
     if tokens <= 2 * sequences:
         return 1
-    return max(1, (64 if cores else 16) // each)
+    return max(1, (CORE_ROWS if cores else FLOAT_ROWS) // each)
 
 
 def tile_list(who: Sequences, tokens: int, tile: int) -> Tensor:
@@ -298,11 +301,11 @@ def launch(rows: int, D: int, cores: bool, coded: bool) -> dict[str, object]:
     """
     wide = max(16, triton.next_power_of_2(D))
     if not cores:
-        full = max(16, triton.next_power_of_2(rows))
+        full = max(FLOAT_ROWS, triton.next_power_of_2(rows))
         depth, warps, stages, dtypes = min(DEPTH, wide), 4, 1, (tl.float32, tl.float32)
     else:
         # What came from bytes is taken in another order by the instruction for 16 rows than by the one for 64 (H200).
-        full = 16 if rows <= 16 and not coded else max(64, triton.next_power_of_2(rows))
+        full = 16 if rows <= 16 and not coded else max(CORE_ROWS, triton.next_power_of_2(rows))
         depth, warps, dtypes = wide, 1 if full == 16 else 4, (tl.bfloat16, READ)
         stages = 3 if wide <= 128 else 2
     return {

@@ -69,7 +69,7 @@ def _by_kernel(
     from unified_models.ops.grouped_linear import triton as kernels
 
     out: Tensor = kernels.grouped_product(
-        rows.x, w.w, tiles, xs_PB=rows.scales, ws_ENB=w.scales, outer_E=w.outer, dtype=dtype
+        rows.x, w.w, tiles, xs_PB=rows.scales, ws_ECB=w.scales, outer_E=w.outer, dtype=dtype
     )
     return out
 
@@ -82,8 +82,9 @@ def grouped_linear(
 
     x_PK: rows sorted by expert; counts_E: rows of each expert, summing to P, whole numbers or an int64 tensor on x's
     device; weights [E, N, K]; ValueError otherwise. On CUDA a tensor's sum is not checked: nothing waits for it.
-    Each row has the bits that ops.linear would give it with its expert's matrix. Experts without rows get zero
-    gradients.
+    Each row has the bits that ops.linear would give it with its expert's matrix, but for block FP8 where DeepGEMM
+    multiplies a large matrix that is no expert's: there it has those of `linear/narrow_triton.py`. Experts without rows
+    get zero gradients.
     """
     if isinstance(counts_E, Tensor) and not x_PK.is_cuda:
         counts_E = counts_E.tolist()

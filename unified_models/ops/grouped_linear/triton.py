@@ -17,8 +17,11 @@ TILES = (
     (None, (128, 128, 64, 8, 4)),
 )
 """Up to so many rows an expert, on average: rows, columns and depth of a tile, warps, stages."""
-E4M3_TILES = ((96, (64, 64, 128, 4, 3)), (None, (64, 128, 128, 4, 3)))
-"""The same for weights of bytes. Never 16 or 32 rows: those instructions take them in another order (H200)."""
+E4M3_TILES = ((24, (16, 64, 128, 4, 4)), (None, (64, 128, 128, 4, 3)))
+"""The same for weights of bytes. A tile of fewer rows than `INSTRUCTION` is turned, w @ x.T, and has that many columns
+at least: bytes keep their order in that instruction alone (H200), and in it they may come from registers."""
+INSTRUCTION = 64
+"""Rows of Hopper's matrix instruction."""
 FLOAT_TILE = (16, 64, 32, 4, 2)
 """In float32, that of `products_triton`."""
 WIDTH = 128
@@ -49,34 +52,37 @@ def _row_tiles(
 
 @triton.jit
 def _sums(
-    x_at, w_at, row, column, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, READ: tl.constexpr,
+    a_at, b_at, in_a, in_b, K,
+    A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """sum_k x[k] w[k], k ascending, of rows and columns that are there: as narrow_triton._product."""
+    """sum_k a[k] b[k], k ascending, of the A and B vectors that are there: as narrow_triton._product."""
     k = tl.arange(0, DEPTH)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    total = tl.zeros((A, B), dtype=tl.float32)
     for start in range(0, K, DEPTH):
         inside = k < K - start
-        x = tl.load(x_at + start, mask=row[:, None] & inside[None, :], other=0.0)
-        w = tl.load(w_at + start, mask=column[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(x.to(READ), w.to(READ), total, input_precision="ieee")
+        a = tl.load(a_at + start, mask=in_a[:, None] & inside[None, :], other=0.0)
+        b = tl.load(b_at + start, mask=in_b[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(a.to(READ), b.to(READ), total, input_precision="ieee")
     return total
 
 
 @triton.jit
 def _scaled_sums(
-    x_at, xs_at, w_at, ws_at, row, column, BLOCKS,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, READ: tl.constexpr,
+    a_at, b_at, in_a, in_b, xs_at, in_x, ws_at, BLOCKS,
+    A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr, READ: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """sum_b (sum_k in b x[k] w[k]) * (xs[b] ws[b]), blocks of DEPTH ascending: as narrow_triton._scaled_product."""
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for b in range(BLOCKS):
-        x = tl.load(x_at + b * DEPTH, mask=row[:, None], other=0.0)
-        w = tl.load(w_at + b * DEPTH, mask=column[None, :], other=0.0)
-        xs = tl.load(xs_at + b, mask=row, other=0.0)
-        ws = tl.load(ws_at + b, mask=column, other=0.0)
-        part = tl.dot(x.to(READ), w.to(READ), input_precision="ieee")
-        total += part * (xs[:, None] * ws[None, :])
+    """sum_c (sum_k in c a[k] b[k]) * (xs[c] ws[c]), blocks c of DEPTH ascending: as narrow_triton._scaled_product. ws
+    is one number for the whole tile, xs one a row of x, which is b if TURNED."""
+    total = tl.zeros((A, B), dtype=tl.float32)
+    for c in range(BLOCKS):
+        a = tl.load(a_at + c * DEPTH, mask=in_a[:, None], other=0.0)
+        b = tl.load(b_at + c * DEPTH, mask=in_b[None, :], other=0.0)
+        scale = tl.load(xs_at + c, mask=in_x, other=0.0) * tl.load(ws_at + c)
+        part = tl.dot(a.to(READ), b.to(READ), input_precision="ieee")
+        if TURNED:
+            total += part * scale[None, :]
+        else:
+            total += part * scale[:, None]
     return total
 
 
@@ -85,9 +91,10 @@ def _grouped_product(
     x_ptr, xs_ptr, w_ptr, ws_ptr, outer_ptr, out_ptr, tiles_ptr, N, K, BLOCKS,
     stride_x, stride_e, stride_w,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, READ: tl.constexpr,
-    SCALED: tl.constexpr, OUTER: tl.constexpr,
+    SCALED: tl.constexpr, OUTER: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """out[t, n] = x[t] . w[e, n], times outer[e]. tiles [V, 3]: see _row_tiles. xs [P, BLOCKS], ws [E, N, BLOCKS]."""
+    """out[t, n] = x[t] . w[e, n], times outer[e]. tiles [V, 3]: see _row_tiles. xs [P, BLOCKS]; ws [E, N / DEPTH,
+    BLOCKS], N rounded up and COLUMNS a part of DEPTH. TURNED: the tile is computed as w @ x.T."""
     tile = tiles_ptr + tl.program_id(0) * 3
     e = tl.load(tile).to(tl.int64)
     if e < 0:
@@ -97,19 +104,30 @@ def _grouped_product(
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     column, t, n = n < N, t.to(tl.int64), n.to(tl.int64)
-    x_at = x_ptr + t[:, None] * stride_x + k[None, :]
-    w_at = w_ptr + e * stride_e + n[None, :] * stride_w + k[:, None]
-    if SCALED:
-        xs_at, ws_at = xs_ptr + t * BLOCKS, ws_ptr + (e * N + n) * BLOCKS
-        total = _scaled_sums(
-            x_at, xs_at, w_at, ws_at, row, column, BLOCKS, ROWS, COLUMNS, DEPTH, READ
-        )
+    A: tl.constexpr = COLUMNS if TURNED else ROWS
+    B: tl.constexpr = ROWS if TURNED else COLUMNS
+    w_ptr += e * stride_e
+    if TURNED:
+        in_a, in_b = column, row
+        a_at = w_ptr + n[:, None] * stride_w + k[None, :]
+        b_at = x_ptr + t[None, :] * stride_x + k[:, None]
+        at = out_ptr + t[None, :] * N + n[:, None]
     else:
-        total = _sums(x_at, w_at, row, column, K, ROWS, COLUMNS, DEPTH, READ)
+        in_a, in_b = row, column
+        a_at = x_ptr + t[:, None] * stride_x + k[None, :]
+        b_at = w_ptr + n[None, :] * stride_w + k[:, None]
+        at = out_ptr + t[:, None] * N + n[None, :]
+    if SCALED:
+        ws_at = ws_ptr + (e * tl.cdiv(N, DEPTH) + tl.program_id(1) * COLUMNS // DEPTH) * BLOCKS
+        total = _scaled_sums(
+            a_at, b_at, in_a, in_b, xs_ptr + t * BLOCKS, row, ws_at, BLOCKS,
+            A, B, DEPTH, READ, TURNED,
+        )  # fmt: skip
+    else:
+        total = _sums(a_at, b_at, in_a, in_b, K, A, B, DEPTH, READ)
     if OUTER:
         total = total * tl.load(outer_ptr + e)
-    at = out_ptr + t[:, None] * N + n[None, :]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=row[:, None] & column[None, :])
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=in_a[:, None] & in_b[None, :])
 
 
 class RowTiles:
@@ -143,15 +161,16 @@ def grouped_product(
     tiles: RowTiles,
     *,
     xs_PB: Tensor | None = None,
-    ws_ENB: Tensor | None = None,
+    ws_ECB: Tensor | None = None,
     outer_E: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     tile: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Rows sorted by expert times their expert's matrix, float32 sums, rounded to `dtype`: [P, N].
 
-    x: bfloat16 with w of bfloat16 or e4m3 [E, N, K]; in float32 where either is that. xs, ws: scales of each 128 of K,
-    float32, of e4m3 codes. outer: multiplies an expert's sums, float32. tile: another than the chosen one, for tests.
+    x: bfloat16 with w of bfloat16 or e4m3 [E, N, K]; in float32 where either is that. xs, ws: scales of e4m3 codes,
+    float32, of each 128 of K [P, B] and of each block of 128 x 128 [E, C, B]. outer: multiplies an expert's sums,
+    float32. tile: another than the chosen one, for tests.
     """
     P, (E, N, _) = len(x_PK), w_ENK.shape
     out = torch.empty(P, N, dtype=dtype, device=x_PK.device)
@@ -160,16 +179,18 @@ def grouped_product(
     narrow = x_PK.dtype == torch.bfloat16 and w_ENK.dtype != torch.float32
     x = lanes(x_PK)
     w = lanes(w_ENK.flatten(0, 1)).unflatten(0, (E, N))
-    scaled = xs_PB is not None and ws_ENB is not None
-    xs, ws = (xs_PB.contiguous(), ws_ENB.contiguous()) if scaled else (x, w)  # type: ignore[union-attr]
+    scaled = xs_PB is not None and ws_ECB is not None
+    xs, ws = (xs_PB.contiguous(), ws_ECB.contiguous()) if scaled else (x, w)  # type: ignore[union-attr]
     rows, columns, depth, warps, stages = tile or tile_of(P, E, w.dtype, narrow)
+    assert not scaled or GROUP % columns == 0, f"{columns} columns of more than one block"
+    turned = w.dtype == torch.float8_e4m3fn and rows < INSTRUCTION
     tiles_V3 = tiles.of(rows)
     _grouped_product[(len(tiles_V3), triton.cdiv(N, columns))](
         x, xs, w, ws, w if outer_E is None else outer_E.contiguous(), out, tiles_V3,
         N, x.shape[1], xs.shape[1] if scaled else 0,
         x.stride(0), w.stride(0), w.stride(1),
         rows, columns, GROUP if scaled else depth, READ if narrow else tl.float32,
-        scaled, outer_E is not None, num_warps=warps, num_stages=stages,
+        scaled, outer_E is not None, turned, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -23,12 +23,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.reading = reading
-        w = reading.operand(arithmetic.operand)
-        groups = reading.weight.groups
-        if groups == 1:
-            return arithmetic.product(rows, w, 0, dtype)
-        parts = (rows.rows((slice(None), g)) for g in range(groups))
-        return torch.stack([arithmetic.product(x, w, g, dtype) for g, x in enumerate(parts)], 1)
+        return arithmetic.products(rows, reading, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,7 +66,7 @@ def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> t
     for reading in readings:
         check(x, reading)
     outs = []
-    for reading, rows in zip(readings, arithmetic.inputs(x, readings), strict=True):
+    for reading, rows in zip(readings, arithmetic.inputs(x, readings, dtype=dtype), strict=True):
         out_dtype = dtype or reading.format.activation
         y = apply(_Linear, x, reading.master, reading, rows, out_dtype)
         outs.append(y.unsqueeze(1) if one_group else y)

@@ -45,7 +45,8 @@ class Operand:
     """A weight as the tiles read it: a stack of matrices, and what scales their products.
 
     w: [G, N', K] float32; block FP8: codes [G, K'/128, N', 128]. scales: None or, of block FP8, [G, K'/128, N']. On a
-    GPU w is [G, N, K'] of `narrow`'s dtypes, and scales [G, N, K'/128].
+    GPU w is [G, N, K'] of `narrow`'s dtypes, and scales [G, N, K'/128], or of the blocks, [G, N/128, K'/128], of
+    experts and where DeepGEMM multiplies.
     outer: None or [G], applied to the whole sum: per-tensor FP8's two scales, NVFP4's global one.
     """
 
@@ -58,20 +59,34 @@ class Operand:
 def operand(reading: Reading) -> Operand:
     """The tiles' form of a weight of shape [N, K], [groups * N, K] or [E, N, K]."""
     fmt, shape = reading.format, reading.shape
-    stack = reading.weight.groups if len(shape) == 2 else shape[0]
-    N = shape[-2] // stack if len(shape) == 2 else shape[-2]
+    stack, N = stacked(reading)
     pad_n = -N % TILE
     on_gpu = next(iter(reading.packed.values())).is_cuda
     if isinstance(fmt, BlockFP8):
-        if on_gpu:
-            return Operand(*narrow.block_codes(reading, fmt, stack, N), None, N)
-        return block_operand(reading, fmt, stack, N)
+        if not on_gpu:
+            return block_operand(reading, fmt, stack, N)
+        if len(shape) == 3:
+            return block_bytes(reading)
+        return Operand(*narrow.block_codes(reading, fmt, stack, N), None, N)
     if on_gpu:
         w = narrow.values(reading).reshape(stack, N, shape[-1])
     else:
         w = F.pad(values(reading).view(stack, N, shape[-1]), (0, 0, 0, pad_n)).contiguous()
     outer = outer_scale(reading)
     return Operand(w, None, None if outer is None else outer.expand(stack).clone(), N)
+
+
+def block_bytes(reading: Reading) -> Operand:
+    """The form of a weight of experts, and of one that DeepGEMM takes: its bytes, and its scales as they are."""
+    fmt, (stack, N) = reading.format, stacked(reading)
+    assert isinstance(fmt, BlockFP8)
+    return Operand(*narrow.block_bytes(reading, fmt, stack, N), None, N)
+
+
+def stacked(reading: Reading) -> tuple[int, int]:
+    """How many matrices a weight of shape [N, K], [groups * N, K] or [E, N, K] holds, and N."""
+    shape, groups = reading.shape, reading.weight.groups
+    return (groups, shape[0] // groups) if len(shape) == 2 else (shape[0], shape[1])
 
 
 def values(reading: Reading) -> Tensor:
@@ -106,23 +121,34 @@ def block_operand(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> Operan
 @dataclass(frozen=True)
 class Input:
     """Rows as the tiles read them: float32 [..., K], values or e4m3 code values, and a scale for each 128 of K if the
-    codes have one. On a GPU bfloat16 where that is exact: codes, and values that came so."""
+    codes have one. On a GPU bfloat16 where that is exact: codes, and values that came so; bytes for DeepGEMM."""
 
     x: Tensor
     scales: Tensor | None
+
+    @property
+    def bytes(self) -> bool:
+        """Whether they are DeepGEMM's."""
+        return self.x.dtype == torch.float8_e4m3fn
 
     def rows(self, index: slice | tuple[slice, int]) -> "Input":
         return Input(self.x[index], None if self.scales is None else self.scales[index])
 
 
-def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | Tensor | None = None) -> Input:
+def prepare(
+    x: Tensor,
+    reading: Reading,
+    counts_E: Sequence[int] | Tensor | None = None,
+    as_bytes: bool = False,
+) -> Input:
     """x as the weight's product reads it: [..., K] of any float dtype. counts_E: rows of each matrix of a stack, if x
-    is sorted by them."""
+    is sorted by them. as_bytes: as DeepGEMM reads it."""
     if reading.format.input == "dynamic":
         if x.is_cuda:
             from unified_models.ops import quantize_triton
 
-            return Input(*quantize_triton.quantize_rows(x))
+            dtype = torch.float8_e4m3fn if as_bytes else torch.bfloat16
+            return Input(*quantize_triton.quantize_rows(x, dtype, tokens_last=as_bytes))
         return Input(*quantize_rows(x))
     if reading.format.input == "plain":
         return Input(x if x.is_cuda and x.dtype == torch.bfloat16 else x.float(), None)
@@ -139,17 +165,35 @@ def prepare(x: Tensor, reading: Reading, counts_E: Sequence[int] | Tensor | None
 
 
 def inputs(
-    x: Tensor, readings: Sequence[Reading], counts_E: Sequence[int] | Tensor | None = None
+    x: Tensor,
+    readings: Sequence[Reading],
+    counts_E: Sequence[int] | Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Input]:
-    """x as each weight's product reads it; prepared once for all that see it alike."""
-    made: dict[str, Input] = {}
+    """x as each weight's product reads it; prepared once for all that see it alike. dtype: of the products, if it is
+    not that of the weight's activations."""
+    made: dict[tuple[str, bool], Input] = {}
     outs = []
     for reading in readings:
-        kind = reading.format.input
-        if kind == "static" or kind not in made:  # a static scale is the weight's own
-            made[kind] = prepare(x.detach(), reading, counts_E)
+        as_bytes = narrow.takes_bytes(reading, dtype or reading.format.activation)
+        kind = (reading.format.input, as_bytes)
+        if kind[0] == "static" or kind not in made:  # a static scale is the weight's own
+            made[kind] = prepare(x.detach(), reading, counts_E, as_bytes)
         outs.append(made[kind])
     return outs
+
+
+def products(rows: Input, reading: Reading, dtype: torch.dtype) -> Tensor:
+    """rows @ w.T of a matrix, [T, N], or of each of its groups, [T, groups, N], rounded once to `dtype`."""
+    if rows.bytes:
+        assert rows.scales is not None
+        bytes_ = reading.operand(block_bytes)
+        return narrow.deep_scaled_product(rows.x, rows.scales, bytes_.w, bytes_.scales)
+    w, groups = reading.operand(operand), reading.weight.groups
+    if groups == 1:
+        return product(rows, w, 0, dtype)
+    parts = (rows.rows((slice(None), g)) for g in range(groups))
+    return torch.stack([product(part, w, g, dtype) for g, part in enumerate(parts)], 1)
 
 
 def product(rows: Input, w: Operand, g: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,6 +1,7 @@
 """Products on a GPU: on tensor cores where bfloat16 holds both operands' values exactly, in float32 elsewhere.
 
-Which it is follows from the weight's format and the dtype of x, never from how many rows there are.
+Which it is follows from the weight's format and shape, the dtypes of x and of the result, and what is installed, never
+from how many rows there are.
 """
 
 import functools
@@ -18,7 +19,7 @@ from unified_models.ops.products import bmm
 from unified_models.weight import Reading
 
 LARGE = 1 << 20
-"""Elements of a weight. Compiling a kernel of DeepGEMM takes seconds, which a small product never gives back."""
+"""Elements of a matrix. Compiling a kernel of DeepGEMM takes seconds, which a small product never gives back."""
 
 
 def values(reading: Reading) -> Tensor:
@@ -36,25 +37,40 @@ def values(reading: Reading) -> Tensor:
     return reading.dequantized().bfloat16()  # MXFP4: two significant bits
 
 
-def block_codes(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [stack, N, B * 128], zero-filled, and the scales of each row's blocks, float32 [stack, N, B]."""
+def byte_codes(reading: Reading, stack: int, N: int) -> Tensor:
+    """e4m3 codes of a block-FP8 weight, [stack, N, B * 128], zero-filled; a copy only where a block is not whole."""
     codes, missing = reading.packed["codes"].view(stack, N, -1), -reading.shape[-1] % GROUP
     if missing:
         codes = F.pad(codes, (0, missing))
+    return codes.view(torch.float8_e4m3fn)
+
+
+def block_codes(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> tuple[Tensor, Tensor]:
+    """`byte_codes`, and the scales of each row's blocks, float32 [stack, N, B]."""
     scales = fmt.scale_values(reading.packed).repeat_interleave(fmt.block, -2)
     scales = scales[..., : reading.shape[-2], :].reshape(stack, N, -1)
-    return codes.view(torch.float8_e4m3fn), scales.contiguous()
+    return byte_codes(reading, stack, N), scales.contiguous()
 
 
 def product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """x @ w.T, [T, N]: float32 sums, rounded once to `dtype`."""
     if x_TK.dtype != torch.bfloat16 or w_NK.dtype == torch.float32:
-        return bmm(x_TK.float()[None], w_NK.float().t()[None])[0].to(dtype)
+        return float_product(x_TK, w_NK, dtype)
     from unified_models.ops.linear import narrow_triton
 
     if w_NK.dtype == torch.bfloat16 and large(w_NK) and deep_gemm_release() is not None:
         return deep_product(narrow_triton.lanes(x_TK), w_NK, dtype)
     return narrow_triton.product(x_TK, w_NK, dtype)
+
+
+def float_product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x @ w.T in float32, [T, N], rounded once to `dtype`: by parts of K where that is long, else whole. K decides."""
+    from unified_models.ops.linear import split_triton
+
+    if w_NK.shape[1] >= split_triton.LONG:
+        out: Tensor = split_triton.product(x_TK, w_NK, dtype)
+        return out
+    return bmm(x_TK.float()[None], w_NK.float().t()[None])[0].to(dtype)
 
 
 def large(w_NK: Tensor) -> bool:
@@ -79,6 +95,49 @@ def deep_product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.float32)
     out = torch.empty(len(x_TK), len(w_NK), dtype=dtype, device=x_TK.device)
     if len(x_TK):
         import_module("deep_gemm").bf16_gemm_nt(x_TK, w_NK, out)
+    return out
+
+
+def takes_bytes(reading: Reading, dtype: torch.dtype) -> bool:
+    """Whether DeepGEMM multiplies with this weight's bytes: a large matrix, or groups of them, of whole 128x128 blocks,
+    for a result in bfloat16, which is all that its kernel writes.
+
+    An expert's never: `grouped_linear` has kernels of its own.
+    """
+    fmt, shape = reading.format, reading.shape
+    if not isinstance(fmt, BlockFP8) or len(shape) != 2 or dtype != torch.bfloat16:
+        return False
+    N, K = shape[0] // reading.weight.groups, shape[1]
+    if N * K < LARGE or N % fmt.block or K % fmt.block:
+        return False
+    return reading.packed["codes"].is_cuda and deep_gemm_release() is not None
+
+
+def block_bytes(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> tuple[Tensor, Tensor]:
+    """What DeepGEMM reads of a weight that it takes, and `grouped_linear` of any: `byte_codes`, and the float32 scales
+    of blocks, [stack, N/128, B], N rounded up in each matrix of experts."""
+    from unified_models.ops.linear import narrow_triton
+
+    codes = narrow_triton.lanes(byte_codes(reading, stack, N).flatten(0, 1))
+    scales = fmt.scale_values(reading.packed).contiguous()
+    return codes.view(stack, N, -1), scales.view(stack, -(-N // fmt.block), scales.shape[-1])
+
+
+def deep_scaled_product(x: Tensor, xs: Tensor, w_GNK: Tensor, ws_GCB: Tensor) -> Tensor:
+    """x @ w.T by DeepGEMM on FP8 tensor cores, bfloat16: [T, N] of x [T, K] and one matrix, [T, G, N] of x [T, G, K] in
+    one launch.
+
+    Each 128-block's sum, times `xs * ws` (that product first), is added from the first block to the last in float32.
+    x: e4m3 codes; xs: their scales [T, ..., K/128] with the tokens beside each other in memory
+    (`quantize_rows(tokens_last=True)`); w, ws: see `block_bytes`.
+    """
+    out = torch.empty(*x.shape[:-1], w_GNK.shape[1], dtype=torch.bfloat16, device=x.device)
+    if len(x):
+        deep_gemm = import_module("deep_gemm")
+        if x.dim() == 2:
+            deep_gemm.fp8_gemm_nt((x, xs), (w_GNK[0], ws_GCB[0]), out)
+        else:
+            deep_gemm.fp8_einsum("bhr,hdr->bhd", (x, xs), (w_GNK, ws_GCB), out)
     return out
 
 
