@@ -26,8 +26,9 @@ demo: $(VENV)/.ready ## generate with tiny models, and compare every logprob wit
 test: lint $(VENV)/.trainers ## lint, types and all tests (JOBS=2, TRAINERS=no, PYTEST_ARGS="-k rope")
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
-test-gpu: ## what needs a GPU, in the environment at hand (GPU_PYTHON=python3)
-	$(or $(GPU_PYTHON),python3) -m pytest -p no:cacheprovider -rA tests/gpu
+test-gpu: ## what needs a GPU, in the environment at hand (GPU_PYTHON=python3, GPU_JOBS=8 with pytest-xdist)
+	$(or $(GPU_PYTHON),python3) -m pytest -p no:cacheprovider -p no:benchmark -rA \
+		$(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) tests/gpu
 
 lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

@@ -4,15 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from unified_models.engine import Output, Stats
+from unified_models.warm.command import warm
 
 FAILED, REFUSED = 1, 2  # exit status: a check found unequal bits; the input is wrong
 WIDTH = 140  # columns of tables that go to a file or a pipe
@@ -216,6 +215,7 @@ def generate(
 
     Example: unified-models generate /tmp/v4 --prompt "1 2 3" --prompt "4 5" --max-tokens 8 --json
     """
+    from unified_models import samples
     from unified_models.arguments import prompts_of, token_ids
     from unified_models.checkpoint import load
     from unified_models.engine import Engine, Sampling
@@ -230,43 +230,10 @@ def generate(
     outs = engine.generate(given, sampling)
     if as_json:
         for ids, out in zip(given, outs, strict=True):
-            print(json.dumps(_record(ids, out)))
+            print(json.dumps(samples.record(ids, out)))
         return
-    _print_samples(given, outs)
-    _print_work(engine.stats)
-
-
-def _print_work(stats: "Stats") -> None:
-    waited = f", {stats.waited_for_state} had to wait for a place for their state"
-    Console(stderr=True, soft_wrap=True).print(
-        f"{stats.tokens_sampled} tokens sampled and {stats.tokens} run in {stats.steps} steps, "
-        f"{stats.prefix_hits} found in the prefix cache{waited if stats.waited_for_state else ''}; "
-        f"{stats.seconds_total:.2f} s",
-        highlight=False,
-    )
-
-
-def _record(prompt: list[int], out: "Output") -> dict[str, Any]:
-    """What is known of a sample. The logprobs, read back as float32, have the same bits."""
-    return {
-        "prompt": prompt,
-        "ids": out.ids,
-        "logprobs": out.logprobs.tolist(),
-        "versions": out.versions,
-        "reason": out.reason,
-    }
-
-
-def _print_samples(prompts: list[list[int]], outs: "list[Output]") -> None:
-    from rich.table import Table
-
-    table = Table()
-    for header in ("prompt", "sampled", "logprob", "ended by"):
-        table.add_column(header, justify="right" if header == "logprob" else "left")
-    for ids, out in zip(prompts, outs, strict=True):
-        cells = (" ".join(map(str, ids)), " ".join(map(str, out.ids)))
-        table.add_row(*cells, f"{float(out.logprobs.double().sum()):.4f}", out.reason)
-    screen().print(table)
+    screen().print(samples.table(given, outs))
+    Console(stderr=True, soft_wrap=True).print(samples.work(engine.stats), highlight=False)
 
 
 @app.command()
@@ -381,6 +348,9 @@ def rl(
 
     if not (draw(paths, plot) if plot else train(paths, changes or [], screen())):
         raise typer.Exit(FAILED)
+
+
+app.command()(warm)
 
 
 def _write(file: Path | None, text: str) -> None:

@@ -104,9 +104,10 @@ class VllmMemory:
     def _exchange(
         self, cache: Cache, slot: Rows | Entries, new_ND: Tensor, scales_D: Tensor | None
     ) -> Readable:
-        new, readable = self._places(cache)
+        new, readable = self._places(cache, slot.keep if isinstance(slot, Rows) else None)
         data = slot.record.encode(new_ND, scales_D)
-        rows = cache.pages_PB[:, : cache.rows_per_page * cache.row].unflatten(1, (-1, cache.row))
+        start, row = cache.start(slot), slot.record.size(slot.dim)
+        rows = cache.pages_PB[:, start : start + cache.rows_per_page * row].unflatten(1, (-1, row))
         rows[new.page_N, new.row_N] = data
         read = rows[readable.page_N, readable.row_N]
         return Readable(slot.record.decode(read, slot.dim, scales_D), readable.base_S)
@@ -136,17 +137,17 @@ class VllmMemory:
         read[base_S[step.sequence_T] + step.positions_T] = data
         return Readable(slot.record.decode(read, slot.dim), base_S)
 
-    def _places(self, cache: Cache) -> tuple[Places, Places]:
-        """Of the rows that this step writes, and of those it can read."""
+    def _places(self, cache: Cache, keep: int | None) -> tuple[Places, Places]:
+        """Of the rows that this step writes, and of those it can read: the last `keep` of any of its tokens."""
         metadata, step = cache.metadata, self.step
         assert metadata is not None
-        key = (id(metadata), cache.stride, cache.keep)
+        key = (id(metadata), cache.stride, keep)
         known = self._known.get(key)
         if known is None:
             first_S, end_S = step.past_S // cache.stride, step.total_S // cache.stride
             oldest_S = torch.zeros_like(first_S)
-            if cache.keep is not None:
-                oldest_S = (step.past_S - cache.keep + 1).clamp_min(0)
+            if keep is not None:
+                oldest_S = (step.past_S - keep + 1).clamp_min(0)
             known = (self._rows(cache, first_S, end_S), self._rows(cache, oldest_S, end_S))
             self._known[key] = known
         return known

@@ -59,7 +59,7 @@ class UnifiedForCausalLM(nn.Module):
                 raise ValueError(f"two caches are called {cache.layer_name}")
             known[cache.layer_name] = cache
         self.caches: list[Cache] = made
-        self.by_slot: dict[Slot, Cache] = {cache.slot: cache for cache in made}
+        self.by_slot: dict[Slot, Cache] = {s: cache for cache in made for s in cache.slots}
         for cache in made:
             if isinstance(cache.slot, State):
                 self.by_slot |= dict.fromkeys((cache.slot.open, *cache.short), cache)

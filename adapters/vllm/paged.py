@@ -38,9 +38,11 @@ class PageMemory:
         if isinstance(slot, State):
             return state_pages(cache, slot)
         dtype = slot.record.dtype if isinstance(slot.record, PlainRecord) else torch.uint8
-        start, keep = cache.short.get(slot, (0, None))
-        found = typed(cache, dtype, slot.record.size(slot.dim), start, cache.rows_per_page)
-        return (found if keep is None else replace(found, ring=keep),)
+        row = slot.record.size(slot.dim)
+        if slot in cache.short:
+            start, keep = cache.short[slot]
+            return (replace(typed(cache, dtype, row, start, cache.tokens), ring=keep),)
+        return (typed(cache, dtype, row, cache.start(slot), cache.rows_per_page),)
 
     def keep(self, step: Step, slot: Rows | State, *rows: Tensor) -> None:
         """See `context.memory.PagedMemory`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from unified_models.adapters.vllm.caches import Cache, caches
+from unified_models.adapters.vllm.caches import STRIDES, Cache, caches
 from unified_models.adapters.vllm.plugin import found
 from unified_models.context.slots import State
 from unified_models.fingerprint import Fingerprint
@@ -55,7 +55,8 @@ class Group:
 
 
 def groups(made: Iterable[Cache]) -> list[Group]:
-    """As vLLM made them; within a step, while caches are bound and each knows its group's metadata."""
+    """As vLLM made them; within a step, while caches are bound and each knows its group's metadata. In 0.26 each has
+    memory of its own, later the pages of a block lie side by side."""
     members: dict[int, list[Cache]] = {}
     for cache in made:
         members.setdefault(id(cache.metadata), []).append(cache)
@@ -64,7 +65,9 @@ def groups(made: Iterable[Cache]) -> list[Group]:
             len(group),
             group[0].tokens,
             sum(cache.page_bytes for cache in group),
-            group[0].kv_cache.stride(0) * group[0].kv_cache.element_size(),
+            group[0].kv_cache.stride(0)
+            * group[0].kv_cache.element_size()
+            * (1 if STRIDES else len(group)),
         )
         for group in members.values()
     ]

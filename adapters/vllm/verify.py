@@ -189,6 +189,7 @@ def make_llm(folder: Path, model: LanguageModel, load: Load, numerics: str) -> A
         skip_tokenizer_init=True,
         block_size=16,
         kv_cache_memory_bytes=256 << 20,
+        gpu_memory_utilization=0.2,  # of what is asked for, beside other processes
         num_gpu_blocks_override=max(load.share, 1) * needed + 1,
         max_num_seqs=load.concurrent,
         max_num_batched_tokens=load.budget,

@@ -145,6 +145,10 @@ def test_any_tile_gives_the_same_bits(kind: str, N: int, K: int) -> None:
             got = kernels.grouped_product(**found, tiles=listed, tile=tile)
             first = got if first is None else first
             count += compare_bits(got, first, f"{rows} rows, {tile}")
+            if kind in ("bytes", "blocks"):
+                half = found | {"x_PK": found["x_PK"].half()}
+                got = kernels.grouped_product(**half, tiles=listed, tile=tile)
+                compare_bits(got, first, f"{rows} rows in float16, {tile}")
             if rows > 1:
                 compare_bits(got[1:], want[1:rows], f"a linear, {rows} rows, {tile}")
         compare_bits(kernels.grouped_product(**found, tiles=listed), first, "the chosen tile")

@@ -11,8 +11,23 @@ import pytest
 from unified_models.adapters.vllm import plugin
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CUTS = {"nemotron_3_nano_30b": ("hybrid_override_pattern=MEM*EME", "num_hidden_layers=7")}
-LOAD = (".requests=256", ".tokens=200", ".concurrent=128", ".blocks=700")
+CUTS = {
+    "nemotron_3_nano_30b": (
+        "hybrid_override_pattern=MEM*EME",
+        "num_hidden_layers=7",
+        ".blocks=700",
+    ),
+    "deepseek_v4_flash": (
+        "num_hidden_layers=6",
+        "compress_ratios=[0,4,128,4,128,4]",
+        "num_hash_layers=1",
+        "expert_dtype=fp8",
+        "num_nextn_predict_layers=0",
+        ".blocks=900",
+    ),
+}
+LOAD = (".requests=256", ".tokens=200", ".concurrent=128")
+"""Blocks: too few for as many requests, so that some are preempted."""
 
 
 @pytest.mark.parametrize("name", CUTS)

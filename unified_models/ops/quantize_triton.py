@@ -36,6 +36,19 @@ def _e4m3(x):
     return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _stored(x, out_ptr):
+    """e4m3 values as what out_ptr points to; as their bytes by whole numbers, for Triton 3.6's own cast of rows of one
+    value writes others."""
+    if out_ptr.dtype.element_ty == tl.uint8:
+        bits = x.to(tl.int32, bitcast=True)
+        size, small = bits & 0x7FFFFFFF, (tl.abs(x) * 512).to(tl.int32)
+        code = tl.where(size < (121 << 23), small, (size >> 20) - (120 << 3))
+        return (tl.where(x != x, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return x.to(out_ptr.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["P", "stride_g", "stride_b", "stride_t"])
 def _quantize_rows(
     x_ptr, codes_ptr, scales_ptr, P, stride, stride_g, stride_b, stride_t, STACK,
@@ -55,7 +68,7 @@ def _quantize_rows(
     scale = scale.to(tl.float32, bitcast=True)
     codes = _e4m3(x * tl.div_rn(1.0, scale)[:, None])
     codes_at = codes_ptr + p[:, None] * GROUP + n[None, :]
-    tl.store(codes_at, codes.to(codes_ptr.dtype.element_ty), mask=p[:, None] < P)
+    tl.store(codes_at, _stored(codes, codes_ptr), mask=p[:, None] < P)
     r = p // PER_ROW
     at = (r % STACK) * stride_g + (p % PER_ROW) * stride_b + (r // STACK) * stride_t
     tl.store(scales_ptr + at, scale, mask=p < P)
@@ -72,8 +85,12 @@ def _static_codes(
     inside = (r[:, None] < R) & (k[None, :] < K)
     x = tl.load(x_ptr + r[:, None] * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = tl.div_rn(1.0, tl.load(scale_ptr + r * stride_scale, mask=r < R, other=1.0))
-    codes = _e4m3(x * factor[:, None]).to(codes_ptr.dtype.element_ty)
+    codes = _stored(_e4m3(x * factor[:, None]), codes_ptr)
     tl.store(codes_ptr + r[:, None] * K + k[None, :], codes, mask=inside)
+
+
+def _storage(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
 
 def quantize_rows(
@@ -81,7 +98,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """e4m3 code values [..., K'] in `dtype` and float32 scales [..., K'/128], K' = K rounded up to 128 (zero-filled).
 
-    x: [..., K] in bfloat16 or float32, rows any stride apart; dtype: bfloat16, float32 or float8_e4m3fn.
+    x: [..., K] in bfloat16 or float32, rows any stride apart; dtype: bfloat16, float16, float32 or float8_e4m3fn.
     tokens_last: x is [T, K] or [T, G, K], and the scales lie in memory as [K'/128, T'] or [G, K'/128, T'], T' = T
     rounded up to a multiple of 4, as DeepGEMM loads them; what is returned has their usual shape, as a view. Nothing
     writes the scales past T, and no row reads them.
@@ -101,7 +118,7 @@ def quantize_rows(
         flat = rows_of(x)
         P = len(flat) * B
         _quantize_rows[(triton.cdiv(P, GROUPS),)](
-            flat, codes, scales, P, flat.stride(0), *strides, G, K, B, GROUP, GROUPS,
+            flat, _storage(codes), scales, P, flat.stride(0), *strides, G, K, B, GROUP, GROUPS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
@@ -119,7 +136,7 @@ def static_codes(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) 
         columns = min(triton.next_power_of_2(K), BLOCK)
         rows = BLOCK // columns
         _static_codes[(triton.cdiv(len(flat), rows), triton.cdiv(K, columns))](
-            flat, held, codes, len(flat), flat.stride(0), held.stride(0), K, rows, columns,
+            flat, held, _storage(codes), len(flat), flat.stride(0), held.stride(0), K, rows, columns,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes

@@ -17,7 +17,7 @@ TILES = (
     (None, (128, 128, 64, 8, 4)),
 )
 """Up to so many rows an expert, on average: rows, columns and depth of a tile, warps, stages."""
-E4M3_TILES = ((24, (16, 64, 128, 4, 4)), (None, (64, 128, 128, 4, 3)))
+E4M3_TILES = ((16, (16, 64, 128, 4, 4)), (None, (64, 128, 128, 4, 3)))
 """The same for weights of bytes. A tile of fewer rows than `INSTRUCTION` is turned, w @ x.T, and has that many columns
 at least: bytes keep their order in that instruction alone (H200), and in it they may come from registers."""
 INSTRUCTION = 64
@@ -168,15 +168,16 @@ def grouped_product(
 ) -> Tensor:
     """Rows sorted by expert times their expert's matrix, float32 sums, rounded to `dtype`: [P, N].
 
-    x: bfloat16 with w of bfloat16 or e4m3 [E, N, K]; in float32 where either is that. xs, ws: scales of e4m3 codes,
-    float32, of each 128 of K [P, B] and of each block of 128 x 128 [E, C, B]. outer: multiplies an expert's sums,
-    float32. tile: another than the chosen one, for tests.
+    x: bfloat16 with w of bfloat16 or e4m3 [E, N, K], or float16 with e4m3; in float32 where either is that. xs, ws:
+    scales of e4m3 codes, float32, of each 128 of K [P, B] and of each block of 128 x 128 [E, C, B]. outer: multiplies
+    an expert's sums, float32. tile: another than the chosen one, for tests.
     """
     P, (E, N, _) = len(x_PK), w_ENK.shape
     out = torch.empty(P, N, dtype=dtype, device=x_PK.device)
     if out.numel() == 0:
         return out
-    narrow = x_PK.dtype == torch.bfloat16 and w_ENK.dtype != torch.float32
+    narrow = torch.float32 not in (x_PK.dtype, w_ENK.dtype)
+    read = READ if x_PK.dtype == torch.bfloat16 or READ is tl.float32 else tl.float16
     x = lanes(x_PK)
     w = lanes(w_ENK.flatten(0, 1)).unflatten(0, (E, N))
     scaled = xs_PB is not None and ws_ECB is not None
@@ -189,7 +190,7 @@ def grouped_product(
         x, xs, w, ws, w if outer_E is None else outer_E.contiguous(), out, tiles_V3,
         N, x.shape[1], xs.shape[1] if scaled else 0,
         x.stride(0), w.stride(0), w.stride(1),
-        rows, columns, GROUP if scaled else depth, READ if narrow else tl.float32,
+        rows, columns, GROUP if scaled else depth, read if narrow else tl.float32,
         scaled, outer_E is not None, turned, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unified_models.ops.rows import LANE, lane_of, rows_of
 
-TOKENS = 8
+TOKENS = 2
 """Tokens of a program of maps: one warp holds so many 4 x 4 matrices, a row a thread."""
 BLOCK = 1024
 """Channels of a program that collapses or expands."""

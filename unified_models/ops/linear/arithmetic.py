@@ -121,7 +121,8 @@ def block_operand(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> Operan
 @dataclass(frozen=True)
 class Input:
     """Rows as the tiles read them: float32 [..., K], values or e4m3 code values, and a scale for each 128 of K if the
-    codes have one. On a GPU bfloat16 where that is exact: codes, and values that came so; bytes for DeepGEMM."""
+    codes have one. On a GPU bfloat16 where that is exact: codes, and values that came so; an expert's codes float16,
+    which bytes become in fewer instructions; bytes for DeepGEMM."""
 
     x: Tensor
     scales: Tensor | None
@@ -147,7 +148,8 @@ def prepare(
         if x.is_cuda:
             from unified_models.ops import quantize_triton
 
-            dtype = torch.float8_e4m3fn if as_bytes else torch.bfloat16
+            dtype = torch.bfloat16 if counts_E is None else torch.float16
+            dtype = torch.float8_e4m3fn if as_bytes else dtype
             return Input(*quantize_triton.quantize_rows(x, dtype, tokens_last=as_bytes))
         return Input(*quantize_rows(x))
     if reading.format.input == "plain":
@@ -160,7 +162,8 @@ def prepare(
     if x.is_cuda:
         from unified_models.ops import quantize_triton
 
-        return Input(quantize_triton.static_codes(x, scale), None)
+        dtype = torch.bfloat16 if counts_E is None else torch.float16
+        return Input(quantize_triton.static_codes(x, scale, dtype), None)
     return Input(static_codes(x, scale), None)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unified_models.formats import Format
 from unified_models.formats.activations import GROUP
 from unified_models.formats.fp4 import NVFP4
 from unified_models.formats.weights import BlockFP8, TensorFP8
@@ -99,18 +100,24 @@ def deep_product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def takes_bytes(reading: Reading, dtype: torch.dtype) -> bool:
-    """Whether DeepGEMM multiplies with this weight's bytes: a large matrix, or groups of them, of whole 128x128 blocks,
-    for a result in bfloat16, which is all that its kernel writes.
+    """Whether DeepGEMM multiplies with this weight's bytes: see `whole_blocks`; for a result in bfloat16, which is all
+    that its kernel writes."""
+    if dtype != torch.bfloat16 or not whole_blocks(
+        reading.format, reading.shape, reading.weight.groups
+    ):
+        return False
+    return reading.packed["codes"].is_cuda and deep_gemm_release() is not None
+
+
+def whole_blocks(fmt: Format, shape: torch.Size, groups: int) -> bool:
+    """Whether a weight is a large matrix, or groups of them, of whole 128x128 blocks of FP8.
 
     An expert's never: `grouped_linear` has kernels of its own.
     """
-    fmt, shape = reading.format, reading.shape
-    if not isinstance(fmt, BlockFP8) or len(shape) != 2 or dtype != torch.bfloat16:
+    if not isinstance(fmt, BlockFP8) or len(shape) != 2:
         return False
-    N, K = shape[0] // reading.weight.groups, shape[1]
-    if N * K < LARGE or N % fmt.block or K % fmt.block:
-        return False
-    return reading.packed["codes"].is_cuda and deep_gemm_release() is not None
+    N, K = shape[0] // groups, shape[1]
+    return N * K >= LARGE and N % fmt.block == 0 and K % fmt.block == 0
 
 
 def block_bytes(reading: Reading, fmt: BlockFP8, stack: int, N: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ LONG = 2048
 """From this K on a product is cut: with fewer columns there is little to walk. Part of what a weight's bits mean."""
 PART = 256
 """Columns of a part. Of DeepSeek-V4's 16384, read for one token, 64 programs have one each."""
-TILE = (16, 32, 64, 4, 4)
+TILE = (16, 32, 32, 2, 6)
 """Rows, columns and depth of a tile, warps, stages; the same for any number of rows."""
 BLOCK = 128
 """Elements of a program that adds parts."""

@@ -1,0 +1,1 @@
+"""DeepGEMM's kernels, compiled before they are needed: `products` says which, `compiling` compiles them."""
