@@ -1,4 +1,5 @@
-"""Several gloo processes on this machine, each running one function of a test."""
+"""Several processes on this machine, each running one function of a test: over gloo, and NCCL if there are GPUs for
+all."""
 
 import faulthandler
 import os
@@ -20,17 +21,22 @@ Partition = Sequence[Sequence[int]]
 
 
 def run(
-    job: Callable[..., Any], processes: int, folder: Path, *args: Any, patience: float = PATIENCE
+    job: Callable[..., Any],
+    processes: int,
+    folder: Path,
+    *args: Any,
+    patience: float = PATIENCE,
+    gpus: bool = False,
 ) -> list[Any]:
     """What `job(*args)` returned in each process, by rank; job: of a module. AssertionError: those that failed, with
-    their tracebacks, the first to fail first; or that they hung."""
+    their tracebacks, the first to fail first; or that they hung. gpus: one for each, and NCCL between them."""
     folder.mkdir(parents=True, exist_ok=True)
     told = [folder / f"rank{rank}.pickle" for rank in range(processes)]
     for old in told:
         old.unlink(missing_ok=True)
     # Held here, so that no other process of the machine takes its port in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    args = (job, processes, folder, store.port, args, patience)
+    args = (job, processes, folder, store.port, args, patience, gpus)
     started = mp.spawn(_process, args, processes, join=False)
     until = monotonic() + patience + 30
     for process in started.processes:
@@ -65,12 +71,16 @@ def _process(
     port: int,
     args: tuple[Any, ...],
     patience: float,
+    gpus: bool,
 ) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(patience, exit=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    if gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
     try:
         answer = (True, job(*args), monotonic())
     except BaseException:  # the parent shows it

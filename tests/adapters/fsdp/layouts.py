@@ -70,18 +70,20 @@ class Cut(NamedTuple):
     mine: list[list[int]]
 
 
-def wrapped(folder: Path, layout: Layout, numerics: str = "deployed", **options: Any) -> Cut:
+def wrapped(
+    folder: Path, layout: Layout, numerics: str = "deployed", device: str = "cpu", **options: Any
+) -> Cut:
     """The model of a folder, cut in this process; options: of `fsdp.wrap`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     inner = layout.ep * layout.cp
     assert 1 in (layout.ep, layout.cp) and size % inner == 0
-    both = init_device_mesh("cpu", (size // inner, inner), mesh_dim_names=("outer", "inner"))
+    both = init_device_mesh(device, (size // inner, inner), mesh_dim_names=("outer", "inner"))
     group = both["inner"].get_group()
     spread = (rank % layout.ep, layout.ep)
-    model = um.load(folder, numerics=numerics, progress=False, experts=spread)
+    model = um.load(folder, device=device, numerics=numerics, progress=False, experts=spread)
     if layout.ep > 1:
         options["experts_mesh"] = both["outer"]
-    fsdp.wrap(model, init_device_mesh("cpu", (size,)), **options)
+    fsdp.wrap(model, init_device_mesh(device, (size,)), **options)
     parallel = Parallel(
         experts=group if layout.ep > 1 else None, tokens=group if layout.cp > 1 else None
     )
