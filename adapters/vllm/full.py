@@ -24,8 +24,10 @@ from unified_models.adapters.vllm.plugin import CONFIG_FORMAT, found, unknown
 from unified_models.adapters.vllm.verify import ENVIRONMENT
 from unified_models.arguments import assignments
 from unified_models.config import load_json
+from unified_models.ops.linear import narrow
 from unified_models.ops.operator import observe
 from unified_models.verify.compare import Comparison, bits
+from unified_models.warm.compiling import warm_apart
 
 NOT_OURS = ("auto_map",)
 """Keys of a config.json that would make vLLM's own class look for files."""
@@ -33,6 +35,9 @@ NEEDED = {"deepseek_v4": {"kv_cache_dtype": "fp8"}}
 """model_type -> what vLLM's own class does not start without."""
 SENT = 1 << 30
 """Bytes of masters in one call of an update: all of them would not fit beside the caches."""
+
+PACK = 16384
+"""Tokens of the training forward, about: as many, and a sequence."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def write_config(file: Path, changes: dict[str, Any], folder: Path) -> None:
 
 
 def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any:
-    """vLLM on random weights, as our class or as vLLM's own."""
+    """vLLM on random weights, as our class or as vLLM's own. Ours compiles DeepGEMM's kernels first."""
     from vllm import LLM
 
     from unified_models.adapters.vllm.random import FORMAT
@@ -91,6 +96,8 @@ def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any
     if load.blocks:
         given["num_gpu_blocks_override"] = load.blocks
     if ours:
+        if torch.cuda.is_available() and narrow.deep_gemm_release() is not None:
+            warm_apart(folder, max(load.budget, PACK + load.length))
         given["config_format"] = CONFIG_FORMAT
         given["compilation_config"] = {"cudagraph_mode": load.graphs}
     else:
@@ -122,10 +129,8 @@ def sampled(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator
 
 
 @torch.no_grad()
-def compared(
-    model: Any, prompts: Sequence[Sequence[int]], told: dict[int, Told], pack: int
-) -> Comparison:
-    """Every token since the last comparison against the training forward, in packs of about so many tokens."""
+def compared(model: Any, prompts: Sequence[Sequence[int]], told: dict[int, Told]) -> Comparison:
+    """Every token since the last comparison against the training forward, in packs."""
     total, waiting = Comparison(0, 0), list[int]()
 
     def flush() -> Comparison:
@@ -145,7 +150,7 @@ def compared(
         if of.compared < len(of.ids):
             waiting.append(i)
             size += len(prompts[i]) + len(of.ids)
-        if size >= pack:
+        if size >= PACK:
             total, size = total + flush(), 0
     return total + flush() if waiting else total
 
@@ -229,7 +234,7 @@ def run(file: Path, changes: dict[str, Any], load: Load) -> dict[str, Any]:
             and sum(len(of.ids) for of in told.values()) * 2 >= load.requests * load.tokens
         ):
             seconds -= time.perf_counter()
-            total, updated = total + compared(ours.model, prompts, told, 16384), True
+            total, updated = total + compared(ours.model, prompts, told), True
             report["before update"] = str(total)
             replace_all(ours)
             llm.reset_prefix_cache(reset_running_requests=True)
@@ -237,7 +242,7 @@ def run(file: Path, changes: dict[str, Any], load: Load) -> dict[str, Any]:
     report["sampling"] = time.perf_counter() - began - seconds
     counts = {m.name: m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"}
     began = time.perf_counter()
-    total = total + compared(ours.model, prompts, told, 16384)
+    total = total + compared(ours.model, prompts, told)
     report["comparing"] = time.perf_counter() - began
     report |= {
         "steps": steps,
