@@ -16,7 +16,7 @@ from unified_models.context.lists import (
     window_lists,
     window_rows,
 )
-from unified_models.context.memory import closed
+from unified_models.context.memory import Readable, closed
 from unified_models.context.step import Step
 
 WINDOWS = [1, 16, 64, 65, 128, None]
@@ -77,7 +77,7 @@ def test_pool_lists_without_picks(case: tuple, stride: int) -> None:
     base_S = random_bases(step).abs()
     count_T = (step.positions_T + 1) // stride
     lists = pool_lists(
-        step, Pool(Entries(4, stride=stride), torch.zeros(0, 4), base_S, count_T), None
+        step, Pool(Entries(4, stride=stride), Readable(torch.zeros(0, 4), base_S), count_T), None
     )
     assert lists.shape[1] % 64 == 0
     for (s, p), row in zip(places(step), lists.tolist(), strict=True):
@@ -90,7 +90,9 @@ def test_pool_lists_with_picks() -> None:
     """In the order of the picks, whole blocks, -1 where there is none."""
     step = Step.of([2, 1], [10, 20])
     pool = Pool(
-        Entries(4, stride=4), torch.zeros(0, 4), torch.tensor([7, 100]), torch.tensor([2, 3, 5])
+        Entries(4, stride=4),
+        Readable(torch.zeros(0, 4), torch.tensor([7, 100])),
+        torch.tensor([2, 3, 5]),
     )
     picks_TK = torch.tensor([[1, 0, -1], [2, -1, -1], [4, 3, 0]])
     lists = pool_lists(step, pool, picks_TK)
@@ -103,7 +105,7 @@ def test_pool_lists_with_picks() -> None:
 def test_a_pick_of_an_open_window_is_refused(pick: int) -> None:
     slot = Entries(4, stride=4)
     slot.path = "blocks.2.attention.compressor.entries"
-    pool = Pool(slot, torch.zeros(9, 4), torch.tensor([0]), torch.tensor([2, 9]))
+    pool = Pool(slot, Readable(torch.zeros(9, 4), torch.tensor([0])), torch.tensor([2, 9]))
     with pytest.raises(ValueError, match=r"blocks\.2.*names an entry whose window has not closed"):
         pool_lists(Step.of([2], [10]), pool, torch.tensor([[pick, 0], [1, 0]]))
 

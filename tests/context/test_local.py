@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from unified_models.context import Entries, LatentFP8, Pool, Rope, Rows, Table, VectorFP8, Weight
 from unified_models.context.interface import Experts
 from unified_models.context.local import LocalContext
+from unified_models.context.memory import Readable
 from unified_models.context.step import Step
 from unified_models.ops.attend_latent.reference import attend_latent as attend_reference
 from unified_models.ops.compress.reference import pool as pool_reference
@@ -61,7 +62,7 @@ def test_compress_against_brute_force(overlap: bool) -> None:
     step = Step.of(LENGTHS)
     kv, gate = torch.randn(2, step.num_tokens, make.slot.channels)
     pool = make(LocalContext(step), kv, gate)
-    assert len(pool.rows_RD) == sum(n // 4 for n in LENGTHS) > 0
+    assert len(pool.readable.rows_RD) == sum(n // 4 for n in LENGTHS) > 0
     assert pool.count_T.tolist() == [(p + 1) // 4 for n in LENGTHS for p in range(n)]
     checked = 0
     for s, n in enumerate(LENGTHS):
@@ -72,10 +73,10 @@ def test_compress_against_brute_force(overlap: bool) -> None:
             turned = rope_reference(
                 normed[None], torch.tensor([4 * w]), frequencies(ROPE, torch.device("cpu"))
             )
-            got = pool.rows_RD[pool.base_S[s] + w].double()
+            got = pool.readable.rows_RD[pool.readable.base_S[s] + w].double()
             assert torch.allclose(got, turned[0], atol=1e-5)  # float32 sums of 8, norm over 12
             checked += 1
-    assert checked == len(pool.rows_RD)
+    assert checked == len(pool.readable.rows_RD)
 
 
 @pytest.mark.parametrize("stride", [4, 8])
@@ -116,12 +117,12 @@ def test_an_entry_is_seen_once_its_window_closed(stride: int) -> None:
     kv, gate = torch.randn(2, T, DIM)
     q, rows = torch.randn(T, 2, DIM), torch.randn(T, DIM)
     pool = make(ctx, kv, gate)
-    assert len(pool.rows_RD) == 3
+    assert len(pool.readable.rows_RD) == 3
     want = ctx.attend_latent(q, rows, window, scale=0.3, pool=pool)
     for w in range(3):
-        changed = pool.rows_RD.clone()
+        changed = pool.readable.rows_RD.clone()
         changed[w] += 1
-        other = Pool(pool.slot, changed, pool.base_S, pool.count_T)
+        other = Pool(pool.slot, Readable(changed, pool.readable.base_S), pool.count_T)
         got = ctx.attend_latent(q, rows, window, scale=0.3, pool=other)
         seen = (got != want).flatten(1).any(1).nonzero()[:, 0].tolist()
         assert seen == list(range(w * stride + stride - 1, T))
