@@ -6,6 +6,7 @@ import os
 import torch
 from torch import Tensor
 
+from tests.ops.steps import pieces
 from unified_models.context import BFLOAT16_RECORD, FLOAT32_RECORD, Rows, State, paged
 from unified_models.context.lists import scan_grid, tap_rows
 from unified_models.context.memory import PackMemory
@@ -94,24 +95,15 @@ def compare(record: PlainRecord) -> int:
     torch.testing.assert_close(whole, want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(whole_conv, want_conv, rtol=1e-6, atol=1e-6)
 
-    memory, done, padded = Paged(dtype), [0] * len(LENGTHS), 7
+    memory, padded = Paged(dtype), 7
+    assert tuple(map(sum, zip(*STEPS, strict=True))) == LENGTHS
     got, got_conv = torch.full_like(whole, torch.nan), torch.full_like(whole_conv, torch.nan)
-    starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
-    for new in STEPS:
-        # Sequences without tokens stand behind the others, as an engine would have them.
-        order = sorted(range(len(new)), key=lambda s, new=new: not new[s])
-        at = [starts[s] + done[s] + i for s in order for i in range(new[s])]
-        lengths = torch.tensor([0, *(new[s] for s in order)])
-        total = torch.tensor([done[s] + new[s] if new[s] else 0 for s in order])
+    for step, order, at, index in pieces(STEPS, padded, 4 * Q):
         all_rows, memory.table = memory.table, memory.table[order].contiguous()
-        step = DeviceStep(lengths.cumsum(0).int(), total.int(), len(at) + padded, 4 * Q)
-        index = torch.tensor([*at, *[0] * padded])
         part = paged.scan(step, memory, x[index], dt[index], b[index], c[index], state, a, skip)
         part_conv = paged.conv(step, memory, rows[index], taps, bias, recent)
         got[at], got_conv[at] = part[: len(at)], part_conv[: len(at)]
         memory.table = all_rows
-        done = [n + m for n, m in zip(done, new, strict=True)]
-    assert done == list(LENGTHS)
     assert torch.equal(got, whole), (got.float() - whole.float()).abs().amax((1, 2))
     assert torch.equal(got_conv, whole_conv)
     kept = {name: rows.clone() for name, rows in memory.kept.items()}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import compare_bits
+from tests.ops.steps import pieces
 from unified_models.context import (
     FLOAT32_RECORD,
     Entries,
@@ -20,7 +21,7 @@ from unified_models.context import (
     paged,
 )
 from unified_models.context.memory import Memory, PackMemory
-from unified_models.context.step import DeviceStep, Step
+from unified_models.context.step import Step
 from unified_models.formats import PlainRecord
 from unified_models.ops import pages
 from unified_models.ops.pages import Pages
@@ -114,25 +115,16 @@ def compare(stride: int, exact: bool) -> int:
     pack: Memory = PackMemory()
     whole = layer(Step.of(LENGTHS, device=torch.get_default_device()), pack, of, x)
     assert all(bool(out.isfinite().all()) for out in whole[1:]) and int((whole[0] >= 0).sum()) > T
-    memory, done = Paged((*of, of[1].open, of[2].open)), [0] * len(LENGTHS)
-    starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
+    memory = Paged((*of, of[1].open, of[2].open))
+    assert tuple(map(sum, zip(*STEPS, strict=True))) == LENGTHS
     got = [torch.zeros_like(out) for out in whole]
-    for new in STEPS:
-        # Sequences without tokens stand behind the others, as an engine would have them.
-        order = sorted(range(len(new)), key=lambda s, new=new: not new[s])
-        at = [starts[s] + done[s] + i for s in order for i in range(new[s])]
-        lengths = torch.tensor([0, *(new[s] for s in order)])
-        total = torch.tensor([done[s] + new[s] if new[s] else 0 for s in order])
+    for step, order, at, index in pieces(STEPS, PADDED, BOUND):
         table, memory.table = memory.table, memory.table[order].contiguous()
-        step = DeviceStep(lengths.cumsum(0).int(), total.int(), len(at) + PADDED, BOUND)
-        index = torch.tensor([*at, *[0] * PADDED])
         part = layer(step, memory, of, [t[index] if len(t) == T else t for t in x])
         for to, out in zip(got, part, strict=True):
             to[at] = out[: len(at)]
         assert all(bool(out[len(at) :].eq(0).all()) for out in part[1:]), "padding"
         memory.table = table
-        done = [n + m for n, m in zip(done, new, strict=True)]
-    assert done == list(LENGTHS)
     return compare_bits(got, whole, f"stride {stride}, {'float32' if exact else 'records'}")
 
 
