@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -47,6 +47,23 @@ def rollout(llm: Any, concurrent: int, vocab: int, seed: int, tokens: int = TOKE
     seconds = time.perf_counter() - began
     assert all(len(out.outputs[0].token_ids) == tokens for out in outs), "every token was sampled"
     return seconds
+
+
+def prompt_logprobs(llm: Any, vocab: int) -> list[float]:
+    """Of one random prompt, but for its first token: whether both sides are the same function."""
+    from vllm import SamplingParams
+
+    random = Random(0)
+    prompt = [random.randrange(vocab) for _ in range(PROMPT)]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (out,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    told = zip(prompt[1:], out.prompt_logprobs[1:], strict=True)
+    return [round(logprobs[token].logprob, 4) for token, logprobs in told]
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The mean distance of two sides' logprobs."""
+    return fmean(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def profiled(llm: Any, vocab: int, concurrent: int) -> str:
@@ -89,6 +106,7 @@ def run(
         llm = start(Path(name), load, ours=side == "ours")
     vocab = llm.model_config.get_vocab_size()
     told: dict[str, Any] = {"side": side, "vllm": found(), "start": time.perf_counter() - began}
+    told["prompt"] = prompt_logprobs(llm, vocab)
     for concurrent in (*CONCURRENT, CONCURRENT[0]):
         rollout(llm, concurrent, vocab, 1, 8)
         seconds = rollout(llm, concurrent, vocab, 2)
@@ -110,9 +128,11 @@ def both(file: Path, json_file: Path | None) -> int:
             Console(stderr=True).print(f"{side}: exit status {ran.returncode}", style="red")
             return 1
         sides[side].append(json.loads(ran.stdout.splitlines()[-1]))
+    theirs, ours = (told[0]["prompt"] for told in sides.values())
     table = Table(
-        "requests", "vLLM's own", "ours", "ours / vLLM's", title=f"tokens a second, {file}"
-    )
+        "requests", "vLLM's own", "ours", "ours / vLLM's", title=f"tokens a second, {file}",
+        caption=f"A prompt's logprobs are {apart(theirs, ours):.3g} apart on average.",
+    )  # fmt: skip
     for concurrent in map(str, CONCURRENT):
         theirs, ours = (
             [rate for told in each for rate in told[concurrent]] for each in sides.values()

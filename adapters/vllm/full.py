@@ -42,11 +42,12 @@ PACK = 16384
 
 @dataclass(frozen=True)
 class Load:
-    """What is run. prompt: the most tokens of one; tokens: sampled by each request; budget: tokens of a step; length:
-    of the longest sequence. blocks: of vLLM's memory, 0: as many as fit. memory: vLLM's share of the GPU's. update:
-    replace the weights half way."""
+    """What is run. shortest, prompt: the least and the most tokens of one; tokens: sampled by each request; budget:
+    tokens of a step; length: of the longest sequence. blocks: of vLLM's memory, 0: as many as fit. memory: vLLM's share
+    of the GPU's. update: replace the weights half way."""
 
     requests: int = 256
+    shortest: int = 1
     prompt: int = 300
     tokens: int = 200
     concurrent: int = 128
@@ -97,7 +98,7 @@ def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any
         given["num_gpu_blocks_override"] = load.blocks
     if ours:
         if torch.cuda.is_available() and narrow.deep_gemm_release() is not None:
-            warm_apart(folder, max(load.budget, PACK + load.length))
+            warm_apart(folder, load.budget)
         given["config_format"] = CONFIG_FORMAT
         given["compilation_config"] = {"cudagraph_mode": load.graphs}
     else:
@@ -215,7 +216,7 @@ def run(file: Path, changes: dict[str, Any], load: Load) -> dict[str, Any]:
     ours = model_of(llm)
     vocab = ours.model.config.vocab_size
     prompts = [
-        [random.randrange(vocab) for _ in range(random.randint(1, load.prompt))]
+        [random.randrange(vocab) for _ in range(random.randint(load.shortest, load.prompt))]
         for _ in range(load.requests)
     ]
     report: dict[str, Any] = {"vllm": found(), "start": time.perf_counter() - began}

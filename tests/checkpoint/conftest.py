@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import unified_models as um
+from tests.mixed import released
 from unified_models import checkpoint, registry
 from unified_models.model import LanguageModel
 
@@ -83,36 +84,7 @@ def pointers() -> Callable[[LanguageModel], dict[str, int]]:
 
 @pytest.fixture(scope="session")
 def mixed() -> Callable[..., dict[str, Any]]:
-    """`mixed(layers)`: the quantization_config of a release of mixed formats, for these layers and 8 experts.
-
-    FP8 around the scan, four bits for experts and head, attention as it is, an FP8 cache.
-    """
-
-    def config(layers: Sequence[str], experts: int = 8) -> dict[str, Any]:
-        fp8, fp4 = {"quant_algo": "FP8"}, {"quant_algo": "W4A16_NVFP4", "group_size": 16}
-        entries: dict[str, Any] = {}
-        excluded = ["backbone.embeddings", "mtp*"]
-        for number, kind in enumerate(layers):
-            at = f"backbone.layers.{number}.mixer"
-            if kind == "mamba":
-                entries |= {f"{at}.{name}": fp8 for name in ("in_proj", "out_proj")}
-                excluded.append(f"{at}.conv1d")
-            elif kind == "attention":
-                excluded += [f"{at}.{name}_proj" for name in "qkvo"]
-            elif kind == "moe":
-                owners = [*(f"experts.{e}" for e in range(experts)), "shared_experts"]
-                entries |= {f"{at}.{o}.{w}_proj": fp4 for o in owners for w in ("up", "down")}
-                excluded.append(f"{at}.gate")
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-            "quantized_layers": entries | {"lm_head": fp4},
-            "ignore": excluded,
-            "producer": {"name": "modelopt", "version": "0.44.0rc5"},
-        }
-
-    return config
+    return released
 
 
 @pytest.fixture(scope="session")

@@ -99,8 +99,9 @@ def warm_apart(path: Path, tokens: int) -> None:
 def multiply(product: Product, sizes: Sequence[int], device: str = "cuda") -> None:
     """x @ w.T at each number of rows, as a linear asks for it; zeros, since no kernel is chosen by values."""
     G, N, K = product.groups, product.N, product.K
+    sizes = sorted(sizes, reverse=True)  # the largest first: its memory serves the others
     stack = (G,) if G > 1 else ()
-    x = torch.zeros(max(sizes), *stack, K, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(sizes[0], *stack, K, dtype=torch.bfloat16, device=device)
     w = torch.zeros(G, N, K, dtype=torch.bfloat16, device=device)
     if product.fp8:
         from unified_models.ops.quantize_triton import quantize_rows
