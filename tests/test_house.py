@@ -149,6 +149,7 @@ CLEAN = [
     (safe_operators, OP, "import triton.language as tl; tl.sigmoid(x)"),
     (sums, OP, "from unified_models.ops.sums import row_sum\ny = row_sum(x)"),
     (sums, OP, "dsinks -= share.sum(0)  # a gradient"),
+    (sums, "unified_models/ops/o/backward_triton.py", "total += tl.sum(g * y, axis=0)"),
     (sizes, MODEL, "x = 1\n" * 600),
     (finished, OP, "try: pass\nexcept OSError: pass"),
     (documented, OP, '"""Doc."""\ndef f():\n    """Doc."""\ndef _g(): pass'),

@@ -26,7 +26,8 @@ from unified_models.ops.logprob import logprobs as logprobs_of
 from unified_models.unchanged import unchanged
 
 ALONE = Parallel()
-ROWS = 256  # of logits held at once
+ROWS = 2048
+"""Of logits held at once, by default: 1 GiB of a vocabulary of 131,072."""
 
 
 def logprobs(

@@ -26,7 +26,7 @@ from unified_models.ops.activation import relu2, swiglu
 from unified_models.ops.attend import attend
 from unified_models.ops.attend_latent import attend_latent
 from unified_models.ops.choose import choose
-from unified_models.ops.combine import combine_sorted
+from unified_models.ops.combine import combine_sorted, spread
 from unified_models.ops.compress import compress
 from unified_models.ops.conv import conv
 from unified_models.ops.embed import embed
@@ -231,7 +231,7 @@ class LocalContext:
     def moe(self, x_TM: Tensor, ids_TK: Tensor, gates_TK: Tensor, experts: Experts) -> Tensor:
         order_P, place_TK, counts_E = by_expert(ids_TK, experts.num_experts)
         self.note(experts, "expert_rows", lambda: counts_E)
-        y_PM = self._answers(x_TM[order_P // ids_TK.shape[1]], counts_E, experts)
+        y_PM = self._answers(spread(x_TM, order_P, place_TK), counts_E, experts)
         return combine_sorted(y_PM, place_TK, gates_TK, x_TM.dtype)
 
     def _answers(self, rows_PM: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:

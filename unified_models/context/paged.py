@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unified_models.context.interface import Pool
-from unified_models.context.lists import numbers, scan_grid, tap_rows, window_rows
+from unified_models.context.lists import numbers, tap_rows, window_rows
 from unified_models.context.memory import Memory, PackMemory, PagedMemory, Readable, closed
 from unified_models.context.slots import Entries, Rows, State
 from unified_models.context.step import Step, starts
@@ -20,13 +20,14 @@ from unified_models.formats import LatentFP8, StaticFP8, VectorFP8, round_trip
 from unified_models.formats.records import FLOAT32_RECORD, TailRecord
 from unified_models.ops import compress as compress_op
 from unified_models.ops import conv as conv_op
-from unified_models.ops import scan as scan_op
 from unified_models.ops.attend import attend_pages
 from unified_models.ops.attend_latent import attend_latent_pages
 from unified_models.ops.compress import closing_windows
+from unified_models.ops.conv.pack import conv_pack
 from unified_models.ops.pages import Pages
 from unified_models.ops.rerun import rerun
 from unified_models.ops.rope import Rope
+from unified_models.ops.scan.flat import Flat, scan_flat
 from unified_models.ops.scan.places import Places
 from unified_models.ops.select import select_pages
 
@@ -86,6 +87,8 @@ def conv(
         memory.keep(step, slot, x_TC)
         return y
     kept = memory.rows(step, slot, x_TC)
+    if isinstance(memory, PackMemory):
+        return conv_pack(kept.rows_RD, taps_CK, bias_C, kept.base_S, who)
     all_old = dataclasses.replace(who, past_S=who.total_S)
 
     def kernel(rows_RC: Tensor, taps_CK: Tensor, bias_C: Tensor | None) -> Tensor:
@@ -123,26 +126,10 @@ def scan(
         out: Tensor = kernel_of(of, c_TGN, a_H, skip_H, who, tiles_V2)
         return out
     x, dt, b, base_S = open_rows(step, memory, x_THP, dt_TH, b_TGN, slot)
-    states_SHPN = memory.states(step, slot)
-    table_SK, old_S, num_new = state_rows(step, slot)
-
-    def kernel(x: Tensor, dt: Tensor, b: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        c, a, skip, states = rest
-        kept = states.new_empty(len(old_S) + num_new, slot.size)
-        kept[: len(old_S)] = states[old_S].flatten(1)
-        seen = kept if c.dtype == kept.dtype else kept.to(c.dtype)
-        pages = [Pages.flat(rows, base_S) for rows in (x, dt, b)]
-        pages += [Pages(rows, table_SK, 1, rows.shape[1], 0) for rows in (kept, seen)]
-        y = kernel_of(Places(tuple(pages), *sizes), c, a, skip, who, tiles_V2)
-        return y, kept[len(old_S) :].unflatten(1, slot.shape)
-
-    def meaning(x: Tensor, dt: Tensor, b: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        c, a, skip, states = rest
-        return scan_op.scan(x, dt, b, c, a, skip, states, scan_grid(step, slot, base_S))
-
-    outs: tuple[Tensor, Tensor] = rerun(kernel, meaning, x, dt, b, c_TGN, a_H, skip_H, states_SHPN)
-    memory.keep_states(step, slot, outs[1])
-    return outs[0]
+    flat = Flat(base_S, *state_rows(step, slot), who, tiles_V2, *sizes)
+    y, new = scan_flat(x, dt, b, c_TGN, a_H, skip_H, memory.states(step, slot), flat)
+    memory.keep_states(step, slot, new)
+    return y
 
 
 def open_rows(

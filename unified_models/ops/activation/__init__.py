@@ -51,8 +51,49 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
+        if by_kernel(x):
+            return derivatives("silu", grads[0], x)[0], None
         y = 1 / (1 + torch.exp(-x))
         return grads[0].to(x.dtype) * y * (1 + x * (1 - y)), None
+
+
+def derivatives(kind: str, *args: Any) -> tuple[Tensor, Tensor]:
+    """Of `kind`'s two inputs, by a kernel; of a single one, twice the same tensor."""
+    from unified_models.ops.activation.backward_triton import derivative
+
+    return derivative(kind, *args)
+
+
+class _Relu2(torch.autograd.Function):
+    """By kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from unified_models.ops.activation import triton as kernels
+
+        ctx.save_for_backward(x)
+        return kernels.relu2(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return derivatives("relu2", grads[0], *ctx.saved_tensors)[0]
+
+
+class _Swiglu(torch.autograd.Function):
+    """By kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+        from unified_models.ops.activation import triton as kernels
+
+        ctx.save_for_backward(gate, up)
+        ctx.limit = limit
+        return kernels.swiglu(gate, up, limit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        dgate, dup = derivatives("swiglu", grads[0], *ctx.saved_tensors, ctx.limit)
+        return dgate, dup, None
 
 
 class _Softplus(torch.autograd.Function):
@@ -106,10 +147,7 @@ def _time_step(dt_TH: Tensor, bias_H: Tensor, low: float, high: float) -> Tensor
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 in float32, one rounding to x's dtype (So et al. 2021, Primer)."""
     if x.is_cuda:
-        from unified_models.ops.activation import triton as kernels
-
-        out: Tensor = rerun(kernels.relu2, _relu2, x)
-        return out
+        return apply(_Relu2, x)
     return _relu2(x)
 
 
@@ -124,10 +162,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     gate, up: [..., F]. The gate is clamped above only; at equality the gradient passes.
     """
     if gate.is_cuda:
-        from unified_models.ops.activation import triton as kernels
-
-        out: Tensor = rerun(kernels.swiglu, _swiglu, gate, up, limit)
-        return out
+        return apply(_Swiglu, gate, up, limit)
     return _swiglu(gate, up, limit)
 
 

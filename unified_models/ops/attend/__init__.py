@@ -35,6 +35,35 @@ class _Attend(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
+class _OverFlatRows(torch.autograd.Function):
+    """The kernels on flat rows, forward and backward. values: of k and of v, or the one tensor that both lie in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Pages, v: Pages, who: Sequences, how: dict[str, Any],
+        q_THD: Tensor, *values: Tensor,
+    ) -> Tensor:  # fmt: skip
+        from unified_models.ops.attend import triton
+
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+        pages = replace(k, values=values[0]), replace(v, values=values[-1])
+        out: Tensor = triton.attend(q_THD, *pages, who, lse_TH=lse_TH, **how)
+        ctx.save_for_backward(out, lse_TH, q_THD, *values)
+        ctx.places = tuple(replace(page, values=page.values.new_empty(0)) for page in (k, v))
+        ctx.who, ctx.how = who, {name: how[name] for name in ("scale", "keep", "groups")}
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from unified_models.ops.attend import backward_triton
+
+        out, lse_TH, q_THD, *values = ctx.saved_tensors
+        k, v = ctx.places
+        pages = replace(k, values=values[0]), replace(v, values=values[-1])
+        found = backward_triton.gradients(grads[0], q_THD, *pages, ctx.who, out, lse_TH, **ctx.how)
+        return None, None, None, None, *found
+
+
 @operator
 def attend(
     q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, index_TN: Tensor, *, scale: float
@@ -84,7 +113,8 @@ def attend_pages(
     that do not divide over groups, and for codes without scales or scales without codes.
 
     CUDA: the two kernels of triton.py, nothing waits for the device, float32 sums in blocks of 64 and splits of 1024
-    absolute positions (README.md). Gradients go to q and to flat pages' values, through the lists of `attend`.
+    absolute positions (README.md). Gradients go to q and to flat pages' values, no two of whose sequences share a row:
+    in bfloat16, of heads up to 256 wide, by the kernels of backward_triton.py, else through the lists of `attend`.
     """
     H = q_THD.shape[1]
     if H % groups:
@@ -105,17 +135,24 @@ def attend_pages(
     if torch.is_grad_enabled() and (
         q_THD.requires_grad or k.values.requires_grad or v.values.requires_grad
     ):
-        return _trained(q_THD, k, v, who, **how)
+        from unified_models.ops.attend import backward_triton
+
+        if scales is None and k.per_page == FLAT and backward_triton.takes(q_THD, k.values):
+            return apply(_OverFlatRows, k, v, who, how, q_THD, *_values(k, v))
+        return _trained(q_THD, k, v, who, scales=scales, **how)
     return triton.attend(q_THD, k, v, who, scales=scales, **how)
 
 
+def _values(k: Pages, v: Pages) -> tuple[Tensor, ...]:
+    """Of both; one tensor where they lie in one, which then gets one gradient."""
+    return (k.values,) if k.values is v.values else (k.values, v.values)
+
+
 def _trained(q_THD: Tensor, k: Pages, v: Pages, who: Sequences, **how: Any) -> Tensor:
-    """Flat rows: the kernels' values with the gradient of the lists. k and v may lie in one tensor, which then gets one
-    gradient."""
+    """Flat rows: the kernels' values with the gradient of the lists."""
     from unified_models.ops.attend import triton
 
     assert k.per_page == v.per_page == FLAT, "gradients go to flat pages"
-    values = (k.values,) if k.values is v.values else (k.values, v.values)
 
     def over(attention: Any) -> Any:
         def run(q_THD: Tensor, *values: Tensor) -> Tensor:
@@ -124,7 +161,7 @@ def _trained(q_THD: Tensor, k: Pages, v: Pages, who: Sequences, **how: Any) -> T
 
         return run
 
-    return rerun(over(triton.attend), over(_listed), q_THD, *values)  # type: ignore[no-any-return]
+    return rerun(over(triton.attend), over(_listed), q_THD, *_values(k, v))  # type: ignore[no-any-return]
 
 
 def _listed(

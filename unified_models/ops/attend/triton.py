@@ -185,11 +185,13 @@ def _parts(
 
 @triton.jit(do_not_specialize=["first_tile", "slots"])
 def _joined(
-    top_ptr, total_ptr, acc_ptr, sequence_ptr, position_ptr, tiles_ptr, out_ptr, first_tile, slots,
-    H: tl.constexpr, EACH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    KEEP: tl.constexpr, TILE: tl.constexpr, TILED: tl.constexpr, SPLIT: tl.constexpr,
+    top_ptr, total_ptr, acc_ptr, sequence_ptr, position_ptr, tiles_ptr, out_ptr, lse_ptr,
+    first_tile, slots, H: tl.constexpr, EACH: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr,
+    TILED: tl.constexpr, SPLIT: tl.constexpr, TOLD: tl.constexpr,
 ):  # fmt: skip
-    """A token's parts, splits ascending, each times 2^(its m - the largest m); one division. 0 for padding."""
+    """A token's parts, splits ascending, each times 2^(its m - the largest m); one division. 0 for padding.
+    TOLD: and log2 of the sum that divides, whose terms are 2^s."""
     i = tl.program_id(0)
     first, count = _tile(tiles_ptr, first_tile + i // TILE, TILED)
     token = first + i % TILE
@@ -216,6 +218,8 @@ def _joined(
         part = tl.load(acc_ptr + (at + z)[:, None] * D + d[None, :], mask=both, other=0.0)
         acc += share[:, None] * part
     total = tl.where(mine & (parts > 0), total, 1.0)
+    if TOLD:
+        tl.store(lse_ptr + token.to(tl.int64) * H + h, top + tl.log2(total), mask=mine)
     # the sign of a zero could tell how many empty blocks a tile had
     acc = tl.where(acc == 0.0, 0.0, acc)
     out = tl.div_rn(acc, tl.broadcast_to(total[:, None], (HEADS, WIDE)))
@@ -234,12 +238,16 @@ def attend(
     groups: int,
     most: int,
     scales: tuple[Tensor, Tensor] | None = None,
+    lse_TH: Tensor | None = None,
     tile: int | None = None,
     split: int = SPLIT,
     memory: int = WORKSPACE,
 ) -> Tensor:
-    """ops.attend_pages, forward only. For tests: tile, tokens of a tile; split, positions of a part of the sums (its
-    bits are its own); memory, bytes of parts at once."""
+    """ops.attend_pages, forward only. lse_TH: float32, filled with log2 sum_n 2^(scale log2(e) q . k_n) of each token
+    that has a sequence; the output's bits are the same without it.
+
+    For tests: tile, tokens of a tile; split, positions of a part of the sums (its bits are its own); memory, bytes of
+    parts at once."""
     (T, H, D), each = q_THD.shape, q_THD.shape[1] // groups
     cores = q_THD.dtype == torch.bfloat16 and k.values.dtype != torch.float32
     tile = tile or tile_of(T, len(who.past_S), each, cores)
@@ -269,8 +277,9 @@ def attend(
             **launch(tile * each, D, cores, scales is not None),
         )  # fmt: skip
         _joined[(these * tile, groups)](
-            top, total, acc, who.sequence_T, who.position_T, tiles, out_THD, first, slots,
-            HEADS=triton.next_power_of_2(each), **shape, num_warps=4, enable_fp_fusion=False,
+            top, total, acc, who.sequence_T, who.position_T, tiles, out_THD, lse_TH,
+            first, slots, HEADS=triton.next_power_of_2(each), **shape, TOLD=lse_TH is not None,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out_THD
 

@@ -1,14 +1,39 @@
 """RMSNorm over groups of channels, behind a gate."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from unified_models.autograd import apply
 from unified_models.ops.activation import silu
 from unified_models.ops.operator import operator
-from unified_models.ops.rerun import rerun
 from unified_models.ops.rms_norm import WIDEST
 from unified_models.ops.rounded import rounded
 from unified_models.ops.sums import row_mean
+
+
+class _GatedNorm(torch.autograd.Function):
+    """By kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int
+    ) -> Tensor:
+        from unified_models.ops.gated_norm import triton as kernels
+
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps, ctx.groups = eps, groups
+        out: Tensor = kernels.gated_norm(x, gate, weight, eps, groups)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from unified_models.ops.gated_norm.backward_triton import gated_norm_backward
+
+        x, gate, weight = ctx.saved_tensors
+        dx, dgate, dweight = gated_norm_backward(grads[0], x, gate, weight, ctx.eps, ctx.groups)
+        return dx, dgate, dweight.to(weight.dtype), None, None
 
 
 @operator
@@ -21,10 +46,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, groups: i
     if x.shape[-1] % groups:
         raise ValueError(f"{x.shape[-1]} channels do not divide into {groups} groups")
     if x.is_cuda and x.shape[-1] // groups <= WIDEST:
-        from unified_models.ops.gated_norm import triton as kernels
-
-        out: Tensor = rerun(kernels.gated_norm, _gated_norm, x, gate, weight, eps, groups)
-        return out
+        return apply(_GatedNorm, x, gate, weight, eps, groups)
     return _gated_norm(x, gate, weight, eps, groups)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.linear import arithmetic
+from unified_models.ops.linear import arithmetic, gradients
 from unified_models.ops.operator import operator
 from unified_models.weight import Reading
 
@@ -34,7 +34,7 @@ class _GroupedLinear(torch.autograd.Function):
         tiles: Any,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.reading, ctx.counts = reading, counts_E
+        ctx.reading, ctx.counts, ctx.tiles = reading, counts_E, tiles
         w = reading.operand(arithmetic.operand)
         if tiles is not None:
             return _by_kernel(rows, w, tiles, reading.format.activation)
@@ -47,10 +47,15 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         reading: Reading = ctx.reading
         reading.check()
-        (x,) = ctx.saved_tensors
-        dy = grads[0].float()
+        (x,), dy = ctx.saved_tensors, grads[0]
         dx = dw = None
-        spans = _spans(ctx.counts)  # on CUDA this waits for the counts
+        if ctx.tiles is not None:
+            if ctx.needs_input_grad[0]:
+                dx = _dgrad(dy, reading, ctx.tiles, x.dtype)
+            if ctx.needs_input_grad[1]:
+                dw = _wgrad(dy, x, reading, ctx.tiles)
+            return dx, dw, None, None, None, None
+        dy, spans = dy.float(), _spans(ctx.counts)
         if ctx.needs_input_grad[0]:
             w = reading.dequantized()
             dx = torch.empty_like(x)
@@ -71,6 +76,26 @@ def _by_kernel(
     out: Tensor = kernels.grouped_product(
         rows.x, w.w, tiles, xs_PB=rows.scales, ws_ECB=w.scales, outer_E=w.outer, dtype=dtype
     )
+    return out
+
+
+def _dgrad(dy: Tensor, reading: Reading, tiles: Any, dtype: torch.dtype) -> Tensor:
+    from unified_models.ops.grouped_linear import backward_triton as kernels
+
+    w = gradients.factor(reading)
+    out: Tensor = kernels.dgrad(
+        gradients.taken(dy), w.w, reading.shape[-1], tiles, dtype,
+        scales_ECB=w.scales, outer_E=w.outer,
+    )  # fmt: skip
+    return out
+
+
+def _wgrad(dy: Tensor, x: Tensor, reading: Reading, tiles: Any) -> Tensor:
+    from unified_models.ops.grouped_linear import backward_triton as kernels
+
+    rows, outer = gradients.rows_read(x, reading, tiles.counts_E)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out: Tensor = kernels.wgrad(gradients.taken(dy), rows, tiles, reading.grad_dtype, outer_E=outer)
     return out
 
 

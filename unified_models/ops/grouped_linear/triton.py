@@ -24,6 +24,11 @@ INSTRUCTION = 64
 """Rows of Hopper's matrix instruction."""
 FLOAT_TILE = (16, 64, 32, 4, 2)
 """In float32, that of `products_triton`."""
+MANY = 128
+"""Rows of a tile from which on programs side by side share rows: many rows of few experts are then read at a time, and
+each is read once. In the other order all rows are read for each column of tiles."""
+MOST = 65536
+"""Programs of a grid's second dimension."""
 WIDTH = 128
 """Tiles of an expert that are written at a time."""
 
@@ -91,17 +96,19 @@ def _grouped_product(
     x_ptr, xs_ptr, w_ptr, ws_ptr, outer_ptr, out_ptr, tiles_ptr, N, K, BLOCKS,
     stride_x, stride_e, stride_w,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, READ: tl.constexpr,
-    SCALED: tl.constexpr, OUTER: tl.constexpr, TURNED: tl.constexpr,
+    SCALED: tl.constexpr, OUTER: tl.constexpr, TURNED: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """out[t, n] = x[t] . w[e, n], times outer[e]. tiles [V, 3]: see _row_tiles. xs [P, BLOCKS]; ws [E, N / DEPTH,
-    BLOCKS], N rounded up and COLUMNS a part of DEPTH. TURNED: the tile is computed as w @ x.T."""
-    tile = tiles_ptr + tl.program_id(0) * 3
+    BLOCKS], N rounded up and COLUMNS a part of DEPTH. TURNED: the tile is computed as w @ x.T. BESIDE: neighbours have
+    the same rows, and not the same columns."""
+    tile = tiles_ptr + tl.program_id(1 if BESIDE else 0) * 3
+    c = tl.program_id(0 if BESIDE else 1)
     e = tl.load(tile).to(tl.int64)
     if e < 0:
         return
     t = tl.load(tile + 1) + tl.arange(0, ROWS)
     row = t < tl.load(tile + 2)
-    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    n = c * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     column, t, n = n < N, t.to(tl.int64), n.to(tl.int64)
     A: tl.constexpr = COLUMNS if TURNED else ROWS
@@ -118,7 +125,7 @@ def _grouped_product(
         b_at = w_ptr + n[None, :] * stride_w + k[:, None]
         at = out_ptr + t[:, None] * N + n[None, :]
     if SCALED:
-        ws_at = ws_ptr + (e * tl.cdiv(N, DEPTH) + tl.program_id(1) * COLUMNS // DEPTH) * BLOCKS
+        ws_at = ws_ptr + (e * tl.cdiv(N, DEPTH) + c * COLUMNS // DEPTH) * BLOCKS
         total = _scaled_sums(
             a_at, b_at, in_a, in_b, xs_ptr + t * BLOCKS, row, ws_at, BLOCKS,
             A, B, DEPTH, READ, TURNED,
@@ -139,6 +146,14 @@ class RowTiles:
     def __init__(self, counts_E: Tensor, P: int) -> None:
         self.counts_E, self.P = counts_E.contiguous(), P
         self.made: dict[int, Tensor] = {}
+        self._ends_E: Tensor | None = None
+
+    @property
+    def ends_E(self) -> Tensor:
+        """The end of each expert's rows, int64. Of the backward alone."""
+        if self._ends_E is None:
+            self._ends_E = self.counts_E.cumsum(0)
+        return self._ends_E
 
     def of(self, rows: int) -> Tensor:
         """int32 [V, 3]: expert, first row, and the end of the expert's rows; expert -1 where there is no tile. V
@@ -186,12 +201,14 @@ def grouped_product(
     assert not scaled or GROUP % columns == 0, f"{columns} columns of more than one block"
     turned = w.dtype == torch.float8_e4m3fn and rows < INSTRUCTION
     tiles_V3 = tiles.of(rows)
-    _grouped_product[(len(tiles_V3), triton.cdiv(N, columns))](
+    grid = len(tiles_V3), triton.cdiv(N, columns)
+    beside = rows >= MANY and grid[0] < MOST
+    _grouped_product[grid[::-1] if beside else grid](
         x, xs, w, ws, w if outer_E is None else outer_E.contiguous(), out, tiles_V3,
         N, x.shape[1], xs.shape[1] if scaled else 0,
         x.stride(0), w.stride(0), w.stride(1),
         rows, columns, GROUP if scaled else depth, read if narrow else tl.float32,
-        scaled, outer_E is not None, turned, num_warps=warps, num_stages=stages,
+        scaled, outer_E is not None, turned, beside, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unified_models.autograd import apply
-from unified_models.ops.linear import arithmetic
+from unified_models.ops.linear import arithmetic, gradients
 from unified_models.ops.operator import operator
 from unified_models.weight import Reading
 
@@ -30,23 +30,11 @@ class _Linear(torch.autograd.Function):
         reading: Reading = ctx.reading
         reading.check()
         (x,) = ctx.saved_tensors
-        dy = grads[0].float()
         dx = dw = None
-        groups = reading.weight.groups
         if ctx.needs_input_grad[0]:
-            w = reading.dequantized()
-            dx = (
-                dy @ w
-                if groups == 1
-                else torch.einsum("tgn,gnk->tgk", dy, w.unflatten(0, (groups, -1)))
-            )
-            dx = dx.to(x.dtype)
+            dx = gradients.dgrad(grads[0], reading, x.dtype)
         if ctx.needs_input_grad[1]:
-            seen = reading.seen(x)
-            dw = (
-                dy.T @ seen if groups == 1 else torch.einsum("tgn,tgk->gnk", dy, seen).flatten(0, 1)
-            )
-            dw = dw.to(reading.grad_dtype)
+            dw = gradients.wgrad(grads[0], x, reading)
         return dx, dw, None, None, None
 
 
@@ -58,7 +46,7 @@ def linear(x: Tensor, *readings: Reading, dtype: torch.dtype | None = None) -> t
     ValueError otherwise. y: [T, N], or [T, groups, N].
     float32 accumulation in the order that README.md fixes; one rounding to the format's activation dtype, or to
     `dtype`.
-    Backward: dX = dY @ dequantised w; dW = dY.T @ x as the product saw it, to the master.
+    Backward: dX = dY @ dequantised w; dW = dY.T @ x as the product saw it, to the master: see `gradients`.
     """
     one_group = x.dim() == 3 and x.shape[1] == 1 and all(r.weight.groups == 1 for r in readings)
     if one_group:

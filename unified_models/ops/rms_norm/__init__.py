@@ -1,14 +1,37 @@
 """RMSNorm over the last dimension."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from unified_models.autograd import apply
 from unified_models.ops.operator import operator
-from unified_models.ops.rerun import rerun
 from unified_models.ops.sums import row_mean
 
 WIDEST = 8192
 """Values of the longest row that the kernel holds; torch norms longer ones on a GPU too."""
+
+
+class _RMSNorm(torch.autograd.Function):
+    """By kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, dtype: Any) -> Tensor:
+        from unified_models.ops.rms_norm import triton as kernels
+
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        out: Tensor = kernels.rms_norm(x, weight, eps, dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from unified_models.ops.rms_norm.backward_triton import rms_norm_backward
+
+        x, weight = ctx.saved_tensors
+        dx, dweight = rms_norm_backward(grads[0], x, weight, ctx.eps)
+        return dx, None if dweight is None else dweight.to(weight.dtype), None, None
 
 
 @operator
@@ -21,10 +44,7 @@ def rms_norm(
     """
     dtype = dtype or x.dtype
     if x.is_cuda and x.shape[-1] <= WIDEST:
-        from unified_models.ops.rms_norm import triton as kernels
-
-        out: Tensor = rerun(kernels.rms_norm, _rms_norm, x, weight, eps, dtype)
-        return out
+        return apply(_RMSNorm, x, weight, eps, dtype)
     return _rms_norm(x, weight, eps, dtype)
 
 

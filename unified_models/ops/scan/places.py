@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from unified_models.ops.pages import Pages
+from torch import Tensor
+
+from unified_models.ops.pages import Pages, Sequences
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,40 @@ class Places:
     @property
     def seen(self) -> Pages:
         return self.pages[4]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the forward read of flat rows [R, ...], x and b in any dtype with values of c's. Row p of sequence s is row
+    base_S[s] + p. seen: r(S) [., H * P * N] in c's dtype, the state after chunk c of sequence s in row table_SK[s, c].
+    """
+
+    x_RHP: Tensor
+    dt_RH: Tensor
+    b_RGN: Tensor
+    c_TGN: Tensor
+    a_H: Tensor
+    skip_H: Tensor
+    seen_FX: Tensor
+    table_SK: Tensor
+    base_S: Tensor
+    who: Sequences
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Sizes of the backward's programs. columns: of a state's gradient that is carried back by itself; rows, readers:
+    places of a chunk whose gradients `_rows_back` and `_readers_back` make by themselves; warps, stages of loops: of
+    `_pass_back`, then theirs."""
+
+    columns: int = 64
+    rows: int = 32
+    readers: int = 64
+    warps: tuple[int, int, int] = (4, 8, 8)
+    stages: tuple[int, int, int] = (2, 2, 2)
+
+
+BFLOAT16 = Launch()
+FLOAT32 = Launch(columns=32, rows=16, readers=16, stages=(1, 1, 1))
+"""Operands of products take twice the memory, and no tensor cores."""

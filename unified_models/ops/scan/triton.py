@@ -231,6 +231,17 @@ def tiles(who: Sequences, tokens: int, chunk: int) -> Tensor:
     return out
 
 
+def chunks(who: Sequences, tokens: int, chunk: int) -> Tensor:
+    """[U, 2]: sequence and number of each chunk with new tokens, -1 behind them; U as `tiles` has V."""
+    S = len(who.total_S)
+    U = min(tokens, tokens // chunk + 2 * S)
+    out = torch.full((max(U, 1), 2), -1, dtype=torch.int32, device=who.total_S.device)
+    if U:
+        size = lanes(chunk)
+        _tiles[(S,)](who.past_S, who.total_S, out, S, U, chunk, size, size, 64, num_warps=1)
+    return out
+
+
 def lanes(n: int) -> int:
     """n values in the shapes that a product of tensor cores has."""
     return max(TILE, int(triton.next_power_of_2(n)))
