@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -307,6 +308,10 @@ def bench(
     rollouts: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Real vLLM on a GPU: its class and ours.")
     ] = None,
+    training: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="On a GPU: transformers' class and ours.")
+    ] = None,
+    changes: Changes = None,
     numerics: Numerics = "deployed",
     threads: Threads = 1,
     json_file: Json = None,
@@ -317,16 +322,26 @@ def bench(
     Tiny models on the CPU. Nothing is timed before the engine's logprobs have the bits of the training forward; exit
     status 1 if they do not. With --scan: Mamba-2's scan at chunks of 16 to 256 tokens, a decoded row against a token
     of whole chunks, at tiny widths and at those of Nemotron 30B. With --rollouts: tokens a second of a whole model with
-    random weights, as its config.json has it.
+    random weights, as its config.json has it. With --training: the same of its forward and backward; --set changes keys
+    of config.json, and of the load behind a dot.
 
     Example: unified-models bench --repeats 9 --json bench.json
+
+    Example: unified-models bench --training config.json --set num_hidden_layers=7 --set .tokens=16384
     """
     from unified_models.bench.command import times
     from unified_models.outside import run_adapter
 
+    if changes and not (rollouts or training):
+        raise ValueError(f"--set {changes[0]!r}: it changes the CONFIG of --rollouts or --training")
     if rollouts is not None:
         more = [json_file] if json_file else []
-        raise typer.Exit(run_adapter("vllm.bench", "both", rollouts, *more))
+        raise typer.Exit(run_adapter("vllm.bench", "both", rollouts, *(changes or ()), *more))
+    if training is not None:
+        if json_file is not None:
+            raise ValueError(f"--json {json_file}: --training prints the JSON of each run")
+        call = [sys.executable, "-m", "unified_models.bench.training", "both", str(training)]
+        raise typer.Exit(subprocess.run([*call, *(changes or ())]).returncode)
     command = " ".join(["unified-models", *sys.argv[1:]])
     results = times(architecture, scan, repeats, numerics, threads, screen(), seed, command)
     _write(json_file, json.dumps([result.as_dict() for result in results], indent=1))

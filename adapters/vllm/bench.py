@@ -118,11 +118,11 @@ def run(
     return told
 
 
-def both(file: Path, json_file: Path | None) -> int:
-    """Ours beside vLLM's own: a table, and all that each side told. 1: a side failed."""
+def both(file: Path, changes: Sequence[str] = (), json_file: Path | None = None) -> int:
+    """Ours beside vLLM's own: a table, and all that each side told. 1: a side failed. changes: KEY=VALUE."""
     sides: dict[str, list[dict[str, Any]]] = {"vllm": [], "ours": []}
     for side in ORDER:
-        command = [sys.executable, "-m", __spec__.name, side, str(file)]
+        command = [sys.executable, "-m", __spec__.name, side, str(file), *changes]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if ran.returncode:
             Console(stderr=True).print(f"{side}: exit status {ran.returncode}", style="red")
@@ -146,20 +146,21 @@ def both(file: Path, json_file: Path | None) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """SIDE CONFIG [KEY=VALUE ...], or both CONFIG [JSON]."""
+    """SIDE CONFIG [KEY=VALUE ...], or both CONFIG [KEY=VALUE ...] [JSON]."""
     side, file, *rest = arguments
     if reason := unknown(found()):
         raise SystemExit(reason)
     if side == "both":
-        return both(Path(file), *(map(Path, rest) if rest else (None,)))
+        changes = [text for text in rest if "=" in text]
+        return both(Path(file), changes, *(Path(text) for text in rest if "=" not in text))
     given = dict(assignments(rest))
     profile = bool(given.pop(".profile", False))
     load = replace(
         Load(concurrent=256, budget=8192, memory=0.92),
         **{k[1:]: v for k, v in given.items() if k.startswith(".")},
     )
-    changes = {k: v for k, v in given.items() if not k.startswith(".")}
-    run(side, Path(file), changes, load, profile)
+    keys = {k: v for k, v in given.items() if not k.startswith(".")}
+    run(side, Path(file), keys, load, profile)
     return 0
 
 
