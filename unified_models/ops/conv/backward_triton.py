@@ -1,5 +1,5 @@
-"""The gradients of a convolution over a pack in one pass: x's by written adds, those of taps and bias by parts of the
-tokens, which a second kernel adds from the first to the last."""
+"""The gradients of a convolution over a pack: x's by written adds; those of taps and bias by parts of the tokens, which
+another kernel adds from the first to the last."""
 
 import torch
 import triton
@@ -9,47 +9,64 @@ from torch import Tensor
 from unified_models.ops.linear.split_triton import add_parts
 from unified_models.ops.rows import lane_of, whole_rows
 
-TOKENS, CHANNELS = 16, 128
-STEPS = 8
-"""Times TOKENS: tokens of a program at least."""
-PARTS = 256
+TOKENS, CHANNELS = 8, 128
+STEPS = 16
+"""Times TOKENS: tokens of a part at least."""
+PARTS = 64
 """Programs that share out the tokens, at most: what they write stays bounded."""
 
 
-@triton.jit(do_not_specialize=["T", "steps", "x_row", "dy_row"])
-def _conv_backward(
-    dy_ptr, x_ptr, taps_ptr, sequence_ptr, dx_ptr, parts_ptr, T, steps, x_row, dy_row, C,
-    LANE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+@triton.jit
+def _read_by(
+    dy_ptr, sequence_ptr, u, s, c, T, dy_row, inside, behind, LANE: tl.constexpr
 ):  # fmt: skip
-    """dx[u] = sum_k taps[k] dy[u + TAPS - 1 - k] over the tokens that read row u; parts[p, k] = sum_u x[u] dy[...] of
-    the rows u of program p, and parts[p, TAPS] = sum_u dy[u]."""
+    """dy of the token `behind` places behind row u, [TOKENS, CHANNELS]; 0 where it is of another sequence than s."""
+    t = u + behind
+    same = tl.load(sequence_ptr + t, mask=t < T, other=-1) == s
+    dy_at = dy_ptr + t[:, None] * (dy_row * LANE) + c[None, :]
+    live = (same & (s >= 0))[:, None] & inside[None, :]
+    return tl.load(dy_at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "dy_row"])
+def _conv_rows(
+    dy_ptr, taps_ptr, sequence_ptr, dx_ptr, T, dy_row, C,
+    LANE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """dx[u] = sum_k taps[k] dy[u + TAPS - 1 - k] over the tokens that read row u, k ascending."""
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    number = tl.arange(0, WIDE)
+    u = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = c < C
-    total = tl.zeros((WIDE, CHANNELS), dtype=tl.float32)
+    s = tl.load(sequence_ptr + u, mask=u < T, other=-1)
+    dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    for k in tl.static_range(TAPS):
+        dy = _read_by(dy_ptr, sequence_ptr, u, s, c, T, dy_row, inside, TAPS - 1 - k, LANE)
+        dx += tl.load(taps_ptr + c * TAPS + k, mask=inside, other=0.0)[None, :] * dy
+    dx_at = dx_ptr + u[:, None] * C + c[None, :]
+    tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=(u < T)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "steps", "x_row", "dy_row"])
+def _conv_taps(
+    dy_ptr, x_ptr, sequence_ptr, parts_ptr, T, steps, x_row, dy_row, C,
+    LANE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """parts[p, k] = sum_u x[u] dy[u + TAPS - 1 - k] of the rows u of part p; parts[p, TAPS] = sum_u dy[u]. Each has a
+    program; those of a part stand side by side, since all read the same rows."""
+    number, part = tl.program_id(0) % (TAPS + 1), (tl.program_id(0) // (TAPS + 1)).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside, behind = c < C, tl.maximum(TAPS - 1 - number, 0)
+    total = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
     for step in range(steps):
-        u = (tl.program_id(0) * steps + step).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        u = (part * steps + step) * TOKENS + tl.arange(0, TOKENS)
         s = tl.load(sequence_ptr + u, mask=u < T, other=-1)
-        known = (s >= 0)[:, None] & inside[None, :]
+        dy = _read_by(dy_ptr, sequence_ptr, u, s, c, T, dy_row, inside, behind, LANE)
         x_at = x_ptr + u[:, None] * (x_row * LANE) + c[None, :]
+        known = (s >= 0)[:, None] & (c < tl.where(number < TAPS, C, 0))[None, :]
         x = tl.load(x_at, mask=known, other=0.0).to(tl.float32)
-        dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-        for k in tl.static_range(TAPS):
-            t = u + (TAPS - 1 - k)
-            same = tl.load(sequence_ptr + t, mask=t < T, other=-1) == s
-            dy_at = dy_ptr + t[:, None] * (dy_row * LANE) + c[None, :]
-            dy = tl.load(dy_at, mask=same[:, None] & known, other=0.0).to(tl.float32)
-            dx += tl.load(taps_ptr + c * TAPS + k, mask=inside, other=0.0)[None, :] * dy
-            of_tap = tl.sum(x * dy, axis=0)
-            total += tl.where(number[:, None] == k, of_tap[None, :], 0.0)
-            if k == TAPS - 1:
-                of_bias = tl.sum(dy, axis=0)
-                total += tl.where(number[:, None] == TAPS, of_bias[None, :], 0.0)
-        dx_at = dx_ptr + u[:, None] * C + c[None, :]
-        tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=(u < T)[:, None] & inside[None, :])
-    at = (tl.program_id(0).to(tl.int64) * (TAPS + 1) + number[:, None]) * C + c[None, :]
-    tl.store(parts_ptr + at, total, mask=(number <= TAPS)[:, None] & inside[None, :])
+        total += tl.where(number < TAPS, x, 1.0) * dy
+    at = parts_ptr + (part * (TAPS + 1) + number) * C + c
+    tl.store(at, tl.sum(total, axis=0), mask=inside)
 
 
 def conv_backward(
@@ -69,9 +86,12 @@ def conv_backward(
         lane = lane_of(C)
         (x, x_row), (dy, dy_row) = whole_rows(x_TC, lane), whole_rows(dy_TC, lane)
         made = torch.empty(parts, K + 1, C, dtype=torch.float32, device=x_TC.device)
-        _conv_backward[(parts, triton.cdiv(C, CHANNELS))](
-            dy, x, taps_CK.float().contiguous(), sequence_T, dx, made, T, steps, x_row, dy_row, C,
-            lane, K, triton.next_power_of_2(K + 1), TOKENS, CHANNELS, num_warps=4,
-        )  # fmt: skip
+        wide, shape = triton.cdiv(C, CHANNELS), (lane, K, TOKENS, CHANNELS)
+        _conv_rows[(triton.cdiv(T, TOKENS), wide)](
+            dy, taps_CK.float().contiguous(), sequence_T, dx, T, dy_row, C, *shape, num_warps=4
+        )
+        _conv_taps[(parts * (K + 1), wide)](
+            dy, x, sequence_T, made, T, steps, x_row, dy_row, C, *shape, num_warps=4
+        )
         add_parts(made, summed, parts)
     return dx, summed[:K].T.contiguous(), summed[K]

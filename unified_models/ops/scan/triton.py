@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unified_models.ops.pages import Sequences, row_lanes
+from unified_models.ops.pages import FLAT, Sequences, row_lanes
 from unified_models.ops.scan.grid import TILE
 from unified_models.ops.scan.places import Places
 
@@ -302,8 +302,11 @@ def scan(
 
 
 def fold(of: Places, a_H: Tensor, who: Sequences, rounding: tl.dtype, read: tl.dtype) -> None:
-    """Keep the states after the chunks that fill up."""
-    H, heads = of.shape[0], next(n for n in (4, 2, 1) if of.shape[0] % n == 0)
+    """Keep the states after the chunks that fill up. In an engine's pages few fill up in a step; in a pack all do, and
+    each head has a program of its own: the chunks of a sequence wait for each other."""
+    H, heads = of.shape[0], 1
+    if of.x.per_page != FLAT:
+        heads = next(n for n in (4, 2, 1) if H % n == 0)
     states, seen = of.states, of.seen
     _fold[(H // heads, len(who.total_S))](
         of.x.values, of.dt.values, of.b.values, a_H, states.values, who.past_S, who.total_S,
