@@ -43,8 +43,9 @@ PACK = 16384
 @dataclass(frozen=True)
 class Load:
     """What is run. shortest, prompt: the least and the most tokens of one; tokens: sampled by each request; budget:
-    tokens of a step; length: of the longest sequence. blocks: of vLLM's memory, 0: as many as fit. memory: vLLM's share
-    of the GPU's. update: replace the weights half way."""
+    tokens of a step; length: of the longest sequence. memory: vLLM's share of the GPU's. cache: GiB of its caches, 0:
+    what is left of that share, for which nothing else may use the GPU meanwhile. blocks: of its caches, 0: as many as
+    fit. update: replace the weights half way."""
 
     requests: int = 256
     shortest: int = 1
@@ -53,8 +54,9 @@ class Load:
     concurrent: int = 128
     budget: int = 2048
     length: int = 1024
-    blocks: int = 0
     memory: float = 0.8
+    cache: float = 0
+    blocks: int = 0
     update: bool = True
     graphs: str = "FULL"
     seed: int = 0
@@ -94,6 +96,8 @@ def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any
         "seed": load.seed,
         "disable_log_stats": False,
     }
+    if load.cache:
+        given |= {"kv_cache_memory_bytes": int(load.cache * 2**30), "gpu_memory_utilization": 0.01}
     if load.blocks:
         given["num_gpu_blocks_override"] = load.blocks
     if ours:
