@@ -1,7 +1,7 @@
 """Where tokens meet on a GPU: kernels that read a sequence's rows where they lie, in an engine's pages or in a pack.
 
-A `PagedMemory` says where; what any other memory gathers is read as one page that never ends. Gradients are those of
-the lists of rows that the CPU reads.
+A `PagedMemory` says where; what any other memory gathers is read as one page that never ends. Gradients are kernels'
+too, or those of the lists of rows that the CPU reads.
 """
 
 import dataclasses
