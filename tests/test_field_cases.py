@@ -17,7 +17,6 @@ ROW = re.compile(r"(?<![A-Za-z0-9])([A-Ga-g]\d\d)(?![A-Za-z0-9])")
 NOT_HERE = {
     "A12": "float32 head as an option of one side: there is no such option, the head is float32-accumulated everywhere",
     "A15": "expert-bias updates: the bias is frozen, nothing counts tokens",
-    "B05": "captured sizes beyond 128 requests: not compared yet",
     "G07": "kernels by the capability of a GPU: the CUDA backend has one kernel for all",
     "C09": "a kernel that takes power-of-two scales only: the CPU backend takes both kinds",
 }
