@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.ops.conftest import compare_bits
+
 FLOATS = (
     torch.float64,
     torch.float32,
@@ -40,3 +42,18 @@ def test_poisoned_ends_with_its_test() -> None:
 
 def test_threads(threads: int) -> None:
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_that_differ_by_one_unit_are_not_equal(dtype: torch.dtype) -> None:
+    """Nor are the two zeros, and where nothing was compared, nothing was equal."""
+    x = torch.randn(3, 5).to(dtype)
+    assert compare_bits((x, x[0]), (x.clone(), x[0].clone()), "same") == 20
+    near = x.clone()
+    near[1, 2] = torch.nextafter(x[1, 2], torch.tensor(9, dtype=dtype))
+    for other, where in ((near, r"\(1, 2\)"), (-torch.zeros(3, 5, dtype=dtype), r"\(0, 0\)")):
+        first = x if other is near else torch.zeros(3, 5, dtype=dtype)
+        with pytest.raises(AssertionError, match=where):
+            compare_bits(first, other, "apart")
+    with pytest.raises(AssertionError, match="nothing was compared"):
+        compare_bits(x[:0], x[:0].clone(), "empty")

@@ -24,6 +24,7 @@ from rich.table import Table
 from unified_models.adapters.vllm.full import Load, start, write_config
 from unified_models.adapters.vllm.plugin import found, unknown
 from unified_models.arguments import assignments
+from unified_models.bench.profiled import by_time
 
 CONCURRENT = (256, 32, 1)
 ORDER = ("vllm", "ours", "ours", "vllm")
@@ -87,13 +88,9 @@ def profiled(llm: Any, vocab: int, concurrent: int) -> str:
             engine.step()
     while engine.has_unfinished_requests():
         engine.step()
-    events = sorted(known.key_averages(), key=lambda e: -e.self_device_time_total)
-    busy = sum(e.self_device_time_total for e in events) / STEPS / 1e3
-    lines = [f"{concurrent} requests: {seconds / STEPS * 1e3:.2f} ms a step, kernels {busy:.2f} ms"]
-    for e in events[:60]:
-        each, whole = e.self_device_time_total / e.count, e.self_device_time_total / STEPS
-        lines.append(f"{whole:9.1f} us, {e.count / STEPS:6.1f} x {each:8.2f} us  {e.key[:90]}")
-    return "\n".join(lines)
+    busy, lines = by_time(known, STEPS)
+    told = f"{concurrent} requests: {seconds / STEPS * 1e3:.2f} ms a step, kernels {busy:.2f} ms"
+    return "\n".join([told, *lines])
 
 
 def run(

@@ -29,8 +29,9 @@ def parts(x: Any) -> tuple[Tensor, ...]:
     return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
-def compare_bits(got: Any, want: Any, where: str) -> int:
-    """The number of values compared; AssertionError names the first that differs."""
+def compare_bits(got: Any, want: Any, where: str, *, empty: bool = False) -> int:
+    """The number of values compared; AssertionError names the first that differs, or says that there was none. empty:
+    there may be none here; the caller looks at the sum."""
     count = 0
     for n, (a, b) in enumerate(zip(parts(got), parts(want), strict=True)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{where}: output {n}"
@@ -42,6 +43,7 @@ def compare_bits(got: Any, want: Any, where: str) -> int:
                 f"{where}: output {n} at {i}: {told}; {int(unequal.sum())} of {a.numel()} differ"
             )
         count += a.numel()
+    assert count > 0 or empty, f"{where}: nothing was compared"
     return count
 
 
@@ -197,5 +199,5 @@ def make_weight() -> Callable[..., Weight]:
 
 
 @pytest.fixture
-def same_bits() -> Callable[[Any, Any, str], int]:
+def same_bits() -> Callable[..., int]:
     return compare_bits

@@ -1,23 +1,7 @@
 """The kernels of token-local operators, run on CPU by Triton's interpreter; tests/gpu has their bits."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-from tests.lacking import without
+from tests.ops.interpreted import interpreted
 
 
 def test_kernels_mean_what_the_cpu_computes() -> None:
-    if importlib.util.find_spec("triton") is None:
-        without("no Triton, which comes with vLLM", "REQUIRE_VLLM")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton_local_child"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "183 calls agree" in run.stdout
+    interpreted("local_child", "183 calls agree")

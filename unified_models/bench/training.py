@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from unified_models import registry
 from unified_models.arguments import assignments
 from unified_models.bench.clock import seconds_of
+from unified_models.bench.profiled import by_time
 from unified_models.checkpoint.implied import bind_implied
 from unified_models.config import load_json
 from unified_models.model import LanguageModel, bind_numerics
@@ -321,14 +322,9 @@ def profiled(side: Side, device: torch.device) -> str:
     side.clear()
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as known:
         whole = milliseconds(side.step, device)
-    attribute = f"self_{'device' if gpu else 'cpu'}_time_total"
-    times = [(getattr(event, attribute), event) for event in known.key_averages()]
-    busy = sum(time for time, _ in times) / 1e3
-    lines = [f"forward and backward: {whole:.2f} ms while profiled, kernels {busy:.2f} ms"]
-    for time, event in sorted(times, key=lambda each: -each[0])[:60]:
-        each = time / event.count
-        lines.append(f"{time:11.1f} us, {event.count:6} x {each:10.2f} us  {event.key[:90]}")
-    return "\n".join(lines)
+    busy, lines = by_time(known, on_gpu=gpu)
+    told = f"forward and backward: {whole:.2f} ms while profiled, kernels {busy:.2f} ms"
+    return "\n".join([told, *lines])
 
 
 def release(package: str) -> str | None:
