@@ -178,6 +178,7 @@ def check_functions() -> int:
             (x, taps, w), dy,
         ),
     )  # fmt: skip
+    compare_bits(apply(_Spread, x, order, place), x[order // 2], "rows of each expert")
     for out, op, leaves, given in cases:
         plain = tuple(leaf.detach() for leaf in leaves)
         torch.testing.assert_close(out.detach(), op(*plain), rtol=1e-5, atol=1e-5)
