@@ -28,7 +28,7 @@ test: lint $(VENV)/.trainers ## lint, types and all tests (JOBS=2, TRAINERS=no, 
 
 test-gpu: ## what needs a GPU, in the environment at hand (GPU_PYTHON=python3, GPU_JOBS=8 with pytest-xdist)
 	$(or $(GPU_PYTHON),python3) -m pytest -p no:cacheprovider -p no:benchmark -rA \
-		$(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) tests/gpu
+		$(if $(GPU_JOBS),-n $(GPU_JOBS) --maxschedchunk 1) tests/gpu
 
 lint: $(VENV)/.ready ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from itertools import chain
 from typing import Any
@@ -68,17 +69,13 @@ def logprobs(
     device = next(chain(model.parameters(), model.buffers())).device
     pack = Pack.of(sequences, temperatures, parallel.stretches, device)
     ctx, mine = pack.context(context, parallel)
-    ids_T, temperature_T = pack.ids_T[mine], pack.temperature_T[mine]
     with Recomputed(model.blocks if recompute else ()):  # type: ignore[arg-type]
-        hidden_TM = model(ids_T, ctx)
-    sources = pack.scored(mine)
-
-    def score(hidden: Tensor, temperature: Tensor, targets: Tensor) -> Tensor:
-        return logprobs_of(model.logits(hidden, ctx), temperature, targets, provider=provider)
-
+        hidden_TM = model(pack.ids_T[mine], ctx)
+    sources, score = pack.scored(mine), partial(scores, model, ctx, provider)
     parts = [hidden_TM[:0, 0].float()]  # a pack without a scored token has gradients too: zeros
     for chunk in sources.split(rows):
-        args = (hidden_TM[chunk], temperature_T[chunk], pack.ids_T[chunk + mine.start + 1])
+        at = chunk + mine.start
+        args: tuple[Any, ...] = (hidden_TM[chunk], pack.temperatures(at), pack.ids_T[at + 1], [])
         parts.append(
             checkpoint(score, *args, use_reentrant=False, context_fn=ctx.again)
             if torch.is_grad_enabled()
@@ -92,16 +89,35 @@ def logprobs(
     return list(lps.split([max(len(s) - 1, 0) for s in sequences]))
 
 
+def scores(
+    model: LanguageModel,
+    ctx: Any,
+    provider: str,
+    hidden_TM: Tensor,
+    temperature_T: Tensor | None,
+    ids_T: Tensor,
+    told: list[Tensor],
+) -> Tensor:
+    """Logprobs of a chunk of rows. told: nothing at first, then what was told: a backward asks again for the logits
+    alone."""
+    known_T = told[0] if told else None
+    logits_TV = model.logits(hidden_TM, ctx)
+    lps_T = logprobs_of(logits_TV, temperature_T, ids_T, provider=provider, known_T=known_T)
+    told[:] = [lps_T.detach()]
+    return lps_T
+
+
 @dataclass(frozen=True)
 class Pack:
     """Sequences one behind the other, and the stretches of tokens that processes run.
 
-    Where there are fewer tokens than processes, sequences of one token follow, which nobody scores.
+    Where there are fewer tokens than processes, sequences of one token follow, which nobody scores. temperature_T:
+    float32; None where all are 1.
     """
 
     lengths: list[int]
     ids_T: Tensor
-    temperature_T: Tensor
+    temperature_T: Tensor | None
     stretches: list[Stretch]
 
     @classmethod
@@ -116,10 +132,11 @@ class Pack:
         sequences, temperatures = [*sequences, *[[0]] * missing], [*temperatures, *[1.0] * missing]
         lengths = [len(s) for s in sequences]
         ids = [token for s in sequences for token in s]
-        of_each = torch.tensor(temperatures, dtype=torch.float32, device=device)
-        sequence_T = owners(torch.tensor(lengths, device=device))
-        ids_T = torch.tensor(ids, dtype=torch.int64, device=device)
-        return cls(lengths, ids_T, of_each[sequence_T], stretches(lengths, processes))
+        ids_T, temperature_T = torch.tensor(ids, dtype=torch.int64, device=device), None
+        if any(temperature != 1 for temperature in temperatures):
+            of_each = torch.tensor(temperatures, dtype=torch.float32, device=device)
+            temperature_T = of_each[owners(torch.tensor(lengths, device=device))]
+        return cls(lengths, ids_T, temperature_T, stretches(lengths, processes))
 
     def context(
         self, context: Callable[..., Any] | None, parallel: Parallel
@@ -137,6 +154,10 @@ class Pack:
         mine = memory.mine
         step = mine.step(device)
         return context(step, memory, parallel=parallel), slice(mine.start, mine.end)
+
+    def temperatures(self, rows: Tensor) -> Tensor | None:
+        """Of these tokens; None where all are 1."""
+        return None if self.temperature_T is None else self.temperature_T[rows]
 
     def scored(self, part: slice) -> Tensor:
         """Of a stretch, its rows that score the token after: of the same sequence, wherever it runs; int64."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.attend_pages import Pack, World, compare_steps, plain, same
-from tests.ops.conftest import nothing_waits
+from tests.ops.conftest import nothing_waits, off
 from unified_models.ops.attend import attend_pages
 
 COUNTS = (1, 2, 3, 7, 16, 17, 33, 64, 100, 256, 1000)
@@ -109,7 +109,6 @@ def test_gradients_are_those_of_the_lists(dtype: torch.dtype) -> None:
         grads.append(
             (grad_q, grad_rows[k.table_SK[0, 0] :][:150], grad_rows[k.table_SK[1, 0] :][:33])
         )
-    off = 1e-5 if dtype == torch.float32 else 2e-2
     for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got.cpu().float(), want, rtol=off, atol=off)
-        assert want.count_nonzero() > 0
+        assert off(got.cpu(), want) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert off(got.cpu().roll(1, 0), want) > 0.5, "a neighbour's gradient is another"

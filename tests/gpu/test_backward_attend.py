@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.conftest import compare_bits, nothing_waits
+from tests.ops.conftest import compare_bits, nothing_waits, off
 from unified_models.ops.attend import _trained, attend_pages
 from unified_models.ops.pages import Pages, Sequences
 
@@ -84,11 +84,6 @@ class Training:
                     dqs.append(found[0])
                     dk, dv = dk + found[1], dv + found[2]
                 yield torch.stack(dqs, 1), dk, dv
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """How far it is, as a part of the length of what is wanted."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

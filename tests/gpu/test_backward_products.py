@@ -1,7 +1,7 @@
 """Gradients by kernels on a GPU against float64: products of linears and experts, norms, activations, convolution.
 
-A product may be off by FLOAT of its sum's deviation, the root of its terms' squares (tensor cores cut the lowest bits
-of what they add), and by one rounding to its dtype.
+A product may be off by FLOAT of its sum's deviation, the root of its terms' squares, or by CUT of it for each term
+where there are many (tensor cores cut the lowest bits of what they add), and by one rounding to its dtype.
 """
 
 import pytest
@@ -31,6 +31,8 @@ from unified_models.ops.sort import by_expert
 from unified_models.weight import Reading
 
 FLOAT = 1e-4
+CUT = 2**-24 / 16
+"""16 terms are added at once, and half of the sum's last bit is lost on average, always towards zero."""
 BF, F32 = torch.bfloat16, torch.float32
 COUNTS = ((1, 0, 1, 3), (40, 7, 0, 200), (0, 0, 2500, 9), (0, 1, 0, 0), (16, 32, 64, 128))
 
@@ -45,7 +47,8 @@ def assert_product(got: Tensor, a: Tensor, b: Tensor, name: str) -> int:
     want, deviation = a @ b, (a.square() @ b.square()).sqrt()
     own = torch.finfo(got.dtype).eps / 2
     error = (got.double() - want).abs() - own * want.abs()
-    assert bool((error <= FLOAT * deviation + 1e-30).all()), (
+    most = max(FLOAT, CUT * a.shape[1])
+    assert bool((error <= most * deviation + 1e-30).all()), (
         f"{name}: {float((error / deviation.clamp_min(1e-30)).max()):.3g} of a deviation"
     )
     return got.numel()

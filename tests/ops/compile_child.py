@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITFunction
 
-from tests.ops.compile_attend import backward_attention
+from tests.ops.compile_attend import backward_attention, backward_latent
 from tests.ops.compile_products import backward_products, backward_rows
 from tests.ops.compile_scan import backward_scan
 from unified_models.formats.records import LatentFP8, VectorFP8
@@ -375,7 +375,7 @@ def rows_and_streams() -> None:
 
 CASES = (
     linears, experts, attention, latent_attention, entries, codes, scans, rows_and_streams,
-    backward_attention, backward_products, backward_rows, backward_scan,
+    backward_attention, backward_latent, backward_products, backward_rows, backward_scan,
 )  # fmt: skip
 
 

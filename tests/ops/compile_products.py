@@ -9,6 +9,7 @@ from unified_models.ops.gated_norm.backward_triton import gated_norm_backward
 from unified_models.ops.grouped_linear import backward_triton as experts
 from unified_models.ops.grouped_linear.triton import RowTiles
 from unified_models.ops.linear import backward_triton as linears
+from unified_models.ops.logprob.backward_triton import logprobs_backward
 from unified_models.ops.rms_norm.backward_triton import rms_norm_backward
 
 BF, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -48,7 +49,7 @@ def backward_products() -> None:
 
 
 def backward_rows() -> None:
-    """Norms, activations, combine and convolution at the widths of both models."""
+    """Norms, activations, combine, convolution and logprobs at the widths of both models."""
     T = 33
     for dtype in (BF, F32):
         for N in (2688, 4096):
@@ -64,3 +65,7 @@ def backward_rows() -> None:
             combine_backward(dy, torch.empty(6 * T, N, dtype=dtype), place, gates)
         rows, sequence = torch.empty(T, 6144, dtype=dtype), torch.empty(T, dtype=torch.int32)
         conv_backward(torch.empty(T, 6144), rows, torch.empty(6144, 4), sequence)
+    each, ids = torch.empty(T), torch.empty(T, dtype=torch.int64)
+    for V in (131072, 129280, 50257):
+        for temperature in (each, None):
+            logprobs_backward(each, torch.empty(T, V), temperature, ids, each)

@@ -47,6 +47,11 @@ def compare_bits(got: Any, want: Any, where: str, *, empty: bool = False) -> int
     return count
 
 
+def off(got: Tensor, want: Tensor) -> float:
+    """How far it is, as a part of the length of what is wanted."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
 @contextmanager
 def nothing_waits() -> Iterator[None]:
     """Whatever waits for the GPU raises a RuntimeError."""

@@ -67,6 +67,19 @@ def test_temperature_divides_the_logits_A01() -> None:
     assert (got - logprobs(logits, torch.ones(4), ids_T)).abs().min() > 1e-3
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_nothing_is_divided_by_1(same_bits, provider: str) -> None:
+    """No temperatures are temperatures of 1, forward and backward, bit by bit."""
+    ids_T, found = torch.randint(0, 1001, (40,)), []
+    logits = 4 * torch.randn(40, 1001)
+    for temperature_T in (None, torch.ones(40)):
+        leaf = logits.clone().requires_grad_()
+        lps = logprobs(leaf, temperature_T, ids_T, provider=provider)
+        lps.square().sum().backward()
+        found.append((lps.detach(), leaf.grad))
+    assert same_bits(*found, "T = 1") == 40 + 40 * 1001
+
+
 def test_division_in_float32_A13(same_bits) -> None:
     """T = 0.6 and logits near 30: upcast, then divide by a float32 tensor. A bf16 quotient would be off by 0.1."""
     logits = (30 + torch.randn(64, 40)).bfloat16()

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from tests.ops.attend_pages import Pack, World
-from tests.ops.conftest import compare_bits
+from tests.ops.conftest import compare_bits, off
 from tests.ops.triton_attend_child import exact_dot
 from unified_models.ops.attend import _OverFlatRows, backward_triton, triton
 from unified_models.ops.attend.reference import attend as reference
@@ -35,11 +35,6 @@ TILES = [  # query rows and keys, of the tiles of queries and of keys; parts of 
 ]
 OFF = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of a gradient's length. The interpreter cuts bfloat16 off where a GPU rounds it."""
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """How far it is, as a part of the length of what is wanted."""
-    return float((got.double() - want).norm() / want.norm())
 
 
 class Case:

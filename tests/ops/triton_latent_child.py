@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from tests.ops.conftest import compare_bits
 from tests.ops.latent_pages import Pack, World, compare_steps, plain
-from unified_models.ops.attend_latent import _trained, attend_latent_pages, triton
+from unified_models.ops.attend_latent import _rerun, attend_latent_pages, triton
 from unified_models.ops.pages import Pages
 
 LENGTHS, PAST = (1, 2, 0, 2, 0), (130, 0, 0, 62, 0)
@@ -51,7 +51,7 @@ def gradients(pack: Pack) -> int:
     def trained(q_THD: Tensor, window: Pages, who: Any, **how: Any) -> Tensor:
         sinks_H, pool = how.pop("sinks_H"), how.pop("pool")
         tensors = (q_THD, window.values, None if pool is None else pool.values, sinks_H)
-        return _trained(tensors, window, pool, who, how | {"rope": 0})
+        return _rerun(tensors, window, pool, who, how | {"rope": 0})
 
     for op in (trained, attend_latent_pages):
         leaves: list[Tensor] = []

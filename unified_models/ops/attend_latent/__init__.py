@@ -41,6 +41,47 @@ class _AttendLatent(torch.autograd.Function):
         return dq.to(q.dtype), (dkeys + dvalues).to(rows.dtype), dsinks, None, None
 
 
+class _OverFlatRows(torch.autograd.Function):
+    """The kernels on flat rows, forward and backward. `values`: of the window, and of the pool or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, window: Pages, pool: Pages | None, who: Sequences, how: dict[str, Any],
+        q_THD: Tensor, window_RD: Tensor, pool_RD: Tensor | None, sinks_H: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        from unified_models.ops.attend_latent import triton
+
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+        there = _with_values(window, pool, window_RD, pool_RD)
+        out: Tensor = triton.attend_latent(
+            q_THD, there[0], who, pool=there[1], sinks_H=sinks_H, lse_TH=lse_TH, rope=0, **how
+        )
+        ctx.save_for_backward(out, lse_TH, q_THD, window_RD, pool_RD, sinks_H)
+        nothing = window_RD.new_empty(0)
+        ctx.places = _with_values(window, pool, nothing, nothing)
+        ctx.who, ctx.how = who, how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from unified_models.ops.attend_latent import backward_triton
+
+        out, lse_TH, q_THD, window_RD, pool_RD, sinks_H = ctx.saved_tensors
+        window, pool = ctx.places
+        window, pool = _with_values(window, pool, window_RD, pool_RD)
+        found = backward_triton.gradients(
+            grads[0], q_THD, window, ctx.who, out, lse_TH, pool=pool, sinks_H=sinks_H, **ctx.how
+        )
+        return None, None, None, None, *found
+
+
+def _with_values(
+    window: Pages, pool: Pages | None, window_RD: Tensor, pool_RD: Tensor | None
+) -> tuple[Pages, Pages | None]:
+    there = None if pool is None or pool_RD is None else replace(pool, values=pool_RD)
+    return replace(window, values=window_RD), there
+
+
 @operator
 def attend_latent(
     q_THD: Tensor, rows_RD: Tensor, index_TN: Tensor, *, scale: float, sinks_H: Tensor | None = None
@@ -82,8 +123,8 @@ def attend_latent_pages(
     go together.
 
     CUDA: the two kernels of triton.py, nothing waits for the device, float32 sums in blocks of 64 list places and
-    splits of 512 (README.md). Gradients go to q, sinks and flat pages' plain values, through the lists of
-    `attend_latent`.
+    splits of 512 (README.md). Gradients go to q, sinks and flat pages' plain values: in bfloat16, of rows up to 512
+    wide, by the kernels of backward_triton.py, else through the lists of `attend_latent`.
     """
     _check(q_THD, window, pool, count_T, picks_TK, record, rope)
     how: dict[str, Any] = {
@@ -135,16 +176,30 @@ def _trained(
     who: Sequences,
     how: dict[str, Any],
 ) -> Tensor:
-    """Flat rows: the kernels' values with the gradient of the lists."""
-    from unified_models.ops.attend_latent import triton
+    """Flat rows: the kernels' values with the gradient of other kernels, or of the lists."""
+    from unified_models.ops.attend_latent import backward_triton
 
     flat = all(pages is None or pages.per_page == FLAT for pages in (window, pool))
     assert flat and not how["rope"], "gradients go to flat pages of plain rows"
+    if tensors[0] is not None and backward_triton.takes(tensors[0], window.values):
+        rest = {name: value for name, value in how.items() if name != "rope"}
+        return apply(_OverFlatRows, window, pool, who, rest, *tensors)
+    return _rerun(tensors, window, pool, who, how)
+
+
+def _rerun(
+    tensors: tuple[Tensor | None, ...],
+    window: Pages,
+    pool: Pages | None,
+    who: Sequences,
+    how: dict[str, Any],
+) -> Tensor:
+    """The kernels' values with the gradient of the lists."""
+    from unified_models.ops.attend_latent import triton
 
     def over(attention: Any) -> Any:
         def run(q_THD: Tensor, window_RD: Tensor, pool_RD: Any, sinks_H: Tensor | None) -> Tensor:
-            there = None if pool is None else replace(pool, values=pool_RD)
-            recent = replace(window, values=window_RD)
+            recent, there = _with_values(window, pool, window_RD, pool_RD)
             return attention(q_THD, recent, who, sinks_H=sinks_H, pool=there, **how)  # type: ignore[no-any-return]
 
         return run

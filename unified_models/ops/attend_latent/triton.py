@@ -255,12 +255,12 @@ def _parts(
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def _joined(
-    top_ptr, total_ptr, acc_ptr, sinks_ptr, sequence_ptr, out_ptr, first, slots, log2e,
+    top_ptr, total_ptr, acc_ptr, sinks_ptr, sequence_ptr, out_ptr, lse_ptr, first, slots, log2e,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, TOLD: tl.constexpr,
 ):  # fmt: skip
     """A token's parts, splits ascending, each times 2^(its m - the largest m); the sink joins the denominator last; one
-    division. 0 for padding."""
+    division. 0 for padding. TOLD: and log2 of the denominator, whose terms are 2^s."""
     i = tl.program_id(0)
     token = first + i
     parts = tl.where(tl.load(sequence_ptr + token) < 0, 0, slots)
@@ -283,6 +283,8 @@ def _joined(
     if SINKS:
         total += tl.exp2(tl.load(sinks_ptr + h, mask=live, other=0.0) * log2e - top)
     total = tl.where(live & (parts > 0), total, 1.0)
+    if TOLD:
+        tl.store(lse_ptr + token.to(tl.int64) * H + h, top + tl.log2(total), mask=live)
     out = tl.div_rn(acc, tl.broadcast_to(total[:, None], (HEADS, WIDE)))
     to = (token.to(tl.int64) * H + h)[:, None] * D + d[None, :]
     both = live[:, None] & (d < D)[None, :]
@@ -302,11 +304,13 @@ def attend_latent(
     picks_TK: Tensor | None = None,
     most_entries: int = 0,
     rope: int = 0,
+    lse_TH: Tensor | None = None,
     split: int = SPLIT,
     memory: int = WORKSPACE,
 ) -> Tensor:
-    """ops.attend_latent_pages, forward only. rope: 0 where rows are plain. For tests: split, list places of a part of
-    the sums (its bits are its own); memory, bytes of parts at once."""
+    """ops.attend_latent_pages, forward only. rope: 0 where rows are plain. lse_TH: float32, filled with log2 of the
+    denominator, of terms 2^(scale log2(e) q . row), -inf for padding; the output's bits are the same without it. For
+    tests: split, list places of a part of the sums (its bits are its own); memory, bytes of parts at once."""
     T, H, D = q_THD.shape
     places = most_entries if picks_TK is None else picks_TK.shape[1]
     slots = 1 + (0 if pool is None else triton.cdiv(places, split))
@@ -335,8 +339,8 @@ def attend_latent(
             GROUP=GROUP, **at, **how,
         )  # fmt: skip
         _joined[(these, triton.cdiv(H, JOINED))](
-            top, total, acc, sinks_H, who.sequence_T, out_THD, first, slots, LOG2E,
-            H=H, D=D, WIDE=wide, HEADS=JOINED, SINKS=sinks_H is not None,
+            top, total, acc, sinks_H, who.sequence_T, out_THD, lse_TH, first, slots, LOG2E,
+            H=H, D=D, WIDE=wide, HEADS=JOINED, SINKS=sinks_H is not None, TOLD=lse_TH is not None,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out_THD
