@@ -18,6 +18,7 @@ from unified_models.checkpoint.loading import architecture
 from unified_models.context.slots import Slot, State
 
 CHECKS = "unified_models.adapters.vllm.requests:Checks"
+WORKER = "unified_models.adapters.vllm.worker.UnifiedWorker"
 NUMERICS = ("deployed", "float32")
 GRAPHS = ("NONE", "FULL", "FULL_DECODE_ONLY")
 
@@ -98,6 +99,10 @@ class Hook:
         model.logprobs_mode = "processed_logprobs"
         model.logits_processors = [CHECKS]
         model.disable_cascade_attn = True
+        parallel = vllm_config.parallel_config
+        known = current_platform.is_cpu() or current_platform.is_cuda_alike()
+        if known and parallel.worker_cls == "auto":  # else it is filled in by the platform, later
+            parallel.worker_cls = WORKER
         compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
         compilation.mode = CompilationMode.NONE
         log = logging.getLogger("vllm.unified_models")

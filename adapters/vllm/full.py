@@ -257,6 +257,8 @@ def run(file: Path, changes: dict[str, Any], load: Load) -> dict[str, Any]:
         "control": control(ours.model, [*prompts[0], *told[0].ids]),
         "graphs": str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
     }
+    if torch.cuda.is_available():
+        report["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
     return report
 
 

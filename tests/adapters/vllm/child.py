@@ -262,6 +262,61 @@ def lengths(folder: str) -> Any:
     return {"outs": outs, "told": told}
 
 
+def listed(worker: Any) -> dict[str, Any]:
+    """Whether vLLM's batch keeps lists of sampled tokens for logits processors, and what they are told of them."""
+    worker = getattr(worker, "worker", worker)
+    batch = worker.model_runner.input_batch
+    kinds = [type(each).__name__ for each in batch.logitsprocs.all]
+    return {
+        "workers": [f"{each.__module__}.{each.__name__}" for each in type(worker).__mro__],
+        "asked": batch.logitsprocs_need_output_token_ids,
+        "told": len(batch.sampling_metadata.output_token_ids),
+        "checks": kinds.count("Checks"),
+        "groups": len(batch.block_table.block_tables),
+    }
+
+
+def workers(folder: str) -> Any:
+    """Half way through three requests: what our worker keeps, with an extension of a caller's as verl has it, and what
+    a worker that the caller named keeps; and that requests are still asked."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    found: dict[str, Any] = {}
+    for name, options in {
+        "ours": {},
+        "extended": {"worker_extension_cls": "child.Extension"},
+        "theirs": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+    }.items():
+        llm = start(folder, **OURS, **options)
+        params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True, detokenize=False)
+        for i, prompt in enumerate(prompts(3, 9)):
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        for _ in range(4):
+            llm.llm_engine.step()
+        (found[name],) = llm.collective_rpc(listed)
+        if name == "extended":
+            found[name]["extension"] = llm.collective_rpc("more")[0]
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        found[name]["outs"] = sample(llm, prompts(3, 40), 8)
+        try:
+            sample(llm, [[1, 2, 3]], 2, top_p=0.9)
+            found[name]["refused"] = "accepted"
+        except (ValueError, VLLMValidationError) as error:  # 0.26 gives our own
+            found[name]["refused"] = str(error)
+        del llm  # its end is the end of this process's groups of ranks
+    return found
+
+
+class Extension:
+    """What a trainer adds to every worker."""
+
+    def more(self) -> str:
+        return f"of {type(self).__name__}"
+
+
 JOBS: dict[str, Callable[[str], Any]] = {
     job.__name__: job
     for job in (
@@ -275,6 +330,7 @@ JOBS: dict[str, Callable[[str], Any]] = {
         reload,
         stale,
         lengths,
+        workers,
     )
 }
 

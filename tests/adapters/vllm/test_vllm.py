@@ -238,6 +238,31 @@ def test_requests_that_change_the_distribution_are_refused(
 
 
 @pytest.mark.slow
+def test_batches_keep_no_lists_of_tokens_for_the_checks(
+    checkpoint: Checkpoint, child: Child
+) -> None:
+    """A list of sampled tokens that nothing reads would have the GPU's runner wait in every step. Requests are still
+    checked, a caller's extension is still there, and a worker that a caller named is his."""
+    folder = checkpoint("nemotron_h")
+    found = child("workers", folder)
+    ours = "unified_models.adapters.vllm.worker.UnifiedWorker"
+    theirs = "vllm.v1.worker.cpu_worker.CPUWorker"
+    for name, (first, lists) in {
+        "ours": (ours, 0),
+        "extended": (ours, 0),
+        "theirs": (theirs, 3),
+    }.items():
+        one = found[name]
+        assert one["workers"][0] == first and theirs in one["workers"], name
+        assert (one["asked"], one["told"], one["checks"]) == (lists > 0, lists, 1), name
+        assert one["groups"] > 1, "the batch was made anew for the groups of caches"
+        assert one["refused"].startswith("top_p = 0.9"), one["refused"]
+        compared = sampled(folder, one["outs"])
+        assert (compared.compared, compared.unequal) == (24, 0), name
+    assert found["extended"]["extension"] == "of UnifiedWorker"
+
+
+@pytest.mark.slow
 def test_server_reports_the_same_bits(
     checkpoint: Checkpoint, surroundings: Any, tmp_path: Path
 ) -> None:
