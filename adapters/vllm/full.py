@@ -43,9 +43,9 @@ PACK = 16384
 @dataclass(frozen=True)
 class Load:
     """What is run. shortest, prompt: the least and the most tokens of one; tokens: sampled by each request; budget:
-    tokens of a step; length: of the longest sequence. memory: vLLM's share of the GPU's. cache: GiB of its caches, 0:
-    what is left of that share, for which nothing else may use the GPU meanwhile. blocks: of its caches, 0: as many as
-    fit. update: replace the weights half way."""
+    tokens of a step; length: of the longest sequence. memory: the share of the GPU's. cache: GiB of vLLM's caches, and
+    nothing of the process takes more than that share then; 0: what is left of it, for which nothing else may use the
+    GPU meanwhile. blocks: of its caches, 0: as many as fit. update: replace the weights half way."""
 
     requests: int = 256
     shortest: int = 1
@@ -98,6 +98,8 @@ def start(folder: Path, load: Load, *, ours: bool = True, **options: Any) -> Any
     }
     if load.cache:
         given |= {"kv_cache_memory_bytes": int(load.cache * 2**30), "gpu_memory_utilization": 0.01}
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(load.memory)
     if load.blocks:
         given["num_gpu_blocks_override"] = load.blocks
     if ours:

@@ -47,8 +47,10 @@ BLOCKS = {"nemotron": 700, "nemotron_mixed": 700, "deepseek": 900}
 """Too few for as many requests, so that some are preempted."""
 LONG = 32768
 FIRST, SECOND = "first", "second"
-"""Lanes: DeepSeek-V4 has 60 GiB on the GPU, Nemotron 25."""
 LANES = {"nemotron": SECOND, "nemotron_mixed": SECOND, "deepseek": FIRST}
+"""Name -> whose runs go one after the other. Two fit beside the other tests of `make test-gpu`, which run meanwhile."""
+SHARES = {"nemotron": 0.35, "nemotron_mixed": 0.35, "deepseek": 0.45}
+"""Of an H200's memory, 140 GiB, which two of them and all other tests share."""
 
 
 def told(name: str, folder: Path, *load: str, lane: str) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def told(name: str, folder: Path, *load: str, lane: str) -> dict[str, Any]:
     config = folder / "config.json"
     config.write_text(json.dumps(load_json(CONFIGS / f"{base}.json") | changes))
     command = [sys.executable, "-m", "unified_models.adapters.vllm.full", str(config), *load]
-    # Two models fit beside the other tests of `make test-gpu`, whose processes run side by side; not two of the larger.
+    command.append(f".memory={SHARES[name]}")
     with FileLock(Path(tempfile.gettempdir()) / f"unified_models_{lane}.lock"):
         run = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from unified_models.ops.activation import triton as activation
 from unified_models.ops.attend import triton as attend
 from unified_models.ops.attend_latent import triton as latent
 from unified_models.ops.choose.triton import choose
-from unified_models.ops.combine.triton import combine
+from unified_models.ops.combine.triton import combine, spread
 from unified_models.ops.compress import triton as compress
 from unified_models.ops.conv.triton import conv
 from unified_models.ops.gated_norm.triton import gated_norm
@@ -198,7 +199,7 @@ def linears() -> None:
     """Of both models' widths: 21 and 32 blocks of scales, and one."""
     x, w = many(T, 2688, dtype=BF), many(10304, 2688, dtype=BF)
     for dtype in (BF, F32):
-        for _, tile in narrow.TILES if dtype == BF else narrow.TILES[:1]:
+        for _, tile in (*narrow.TILES, (0, narrow.FEWER)) if dtype == BF else narrow.TILES[:1]:
             narrow.product(x, w, dtype, tile)
         for _, tile in narrow.E4M3_TILES:
             narrow.product(x, w.to(E4M3), dtype, tile)
@@ -240,6 +241,7 @@ def experts() -> None:
             _, place, _ = by_expert(ids, E)
             for dtype in (BF, F32):
                 combine(many(P, K, dtype=dtype), place, many(T, k), BF)
+                spread(many(T, K, dtype=dtype), many(T * k, dtype=LONG), k)
 
 
 def attention() -> None:
@@ -321,9 +323,8 @@ def codes() -> None:
 
 
 def scans() -> None:
-    """64 heads of 64 x 128 in chunks of 128, over pages and flat; its convolution of 6144 channels."""
-    H, P, G, N, Q = 64, 64, 8, 128, 128
-    x, b = H * P, G * N
+    """64 heads of 64 x 128, one and four of a program, over pages and flat; a convolution of 6144 channels."""
+    H, P, G, N, Q, x, b = 64, 64, 8, 128, 128, 4096, 1024
     for dtype, states in ((BF, F32), (F32, F32)):
         for place in (paged, flat) if dtype == BF else (paged,):
             rows = [place(n, kind) for n, kind in ((x, dtype), (H, F32), (b, dtype))]
@@ -331,9 +332,9 @@ def scans() -> None:
                 rows = [replace(one, per_page=Q) for one in rows]
             kept = [Pages(many(4, x * N, dtype=k), whole(S, 5), 1, x * N, 0) for k in (states, dtype)]  # fmt: skip
             of = Places((*rows, *kept), (H, P, N), G, Q)
-            for wide in (0, 1) if place is paged and dtype == BF else (0,):
+            for wide, heads in product((0, 1) if place is paged and dtype == BF else (0,), (1, 4)):
                 c = many(T, b, dtype=dtype, wide=wide).unflatten(1, (G, N))
-                scan.scan(of, c, many(H), many(H), who(), scan.tiles(who(), T, Q))
+                scan.scan(of, c, many(H), many(H), who(), scan.tiles(who(), T, Q), heads)
         for old in (paged(6144, dtype, Q, ring=4), flat(6144, dtype)):
             for bias in (many(6144), None):
                 conv(many(T, 6144, dtype=dtype), old, many(6144, 4), bias, who())

@@ -75,7 +75,9 @@ def check_combines() -> int:
             compare_bits(got, combine(y[place], gates, dtype=torch.float32), f"{T} tokens")
             one = combines.combine(y, place[-1:], gates[-1:], torch.float32)
             compare_bits(one, got[-1:], "one token")
-            count += 2
+            x, order = memory[:T, :M], place.flatten().argsort()
+            compare_bits(combines.spread(x, order, K), x[order // K], "rows of experts")
+            count += 3
     return count
 
 

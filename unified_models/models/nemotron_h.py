@@ -179,7 +179,7 @@ class Mamba(nn.Module):
             b_TJ.unflatten(-1, (-1, self.N)),
             c_TJ.unflatten(-1, (-1, self.N)),
             self.state,
-            a_H=-torch.exp(self.A_log().value),
+            a_H=ops.decay_rates(self.A_log()),
             skip_H=self.D().value,
         )
         y_TI = ops.gated_norm(y_THP.flatten(1), z_TI, self.norm().value, self.eps, groups=self.G)

@@ -11,10 +11,12 @@ from unified_models.ops.hyper_connect import (
 from unified_models.ops.rms_norm import rms_norm
 from unified_models.ops.rope import Rope, rope
 from unified_models.ops.router_scores import route_weights, sqrt_softplus
+from unified_models.ops.scan import decay_rates
 from unified_models.ops.sums import row_sum
 
 __all__ = [
     "Rope",
+    "decay_rates",
     "gated_norm",
     "hyper_collapse",
     "hyper_expand",

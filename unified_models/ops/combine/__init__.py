@@ -34,8 +34,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        from unified_models.ops.combine import triton as kernels
+
         ctx.save_for_backward(place)
-        return x[order // place.shape[1]]
+        out: Tensor = kernels.spread(x, order, place.shape[1])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

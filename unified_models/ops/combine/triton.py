@@ -42,3 +42,25 @@ def combine(y_PM: Tensor, place_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype
         K, columns, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _spread(x_ptr, order_ptr, out_ptr, M, stride, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[p] = x[order[p] // K]; a row of x begins every `stride` elements."""
+    p = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = x_ptr + tl.load(order_ptr + p) // K * stride
+    tl.store(out_ptr + p * M + m, tl.load(row + m, mask=m < M, other=0.0), mask=m < M)
+
+
+def spread(x_TM: Tensor, order_P: Tensor, K: int) -> Tensor:
+    """x[order // K], [P, M]. order: int64, 0 and above."""
+    P, M = len(order_P), x_TM.shape[1]
+    out = torch.empty(P, M, dtype=x_TM.dtype, device=x_TM.device)
+    if out.numel():
+        x_TM = rows_of(x_TM)
+        columns = min(max(triton.next_power_of_2(M), 64), BLOCK)
+        _spread[(P, triton.cdiv(M, columns))](
+            x_TM, order_P, out, M, x_TM.stride(0), K, columns, num_warps=4
+        )
+    return out

@@ -25,6 +25,9 @@ TILES = (
 """Up to so many rows: rows, columns and depth of a tile, warps, stages. Measured on an H200."""
 FEW = 512
 """Columns, for which tiles of 16 rows do up to twice as many rows."""
+FEWER, PROGRAMS = (16, 16, 256, 4, 6), 100
+"""A tile for fewer columns, where the one of 16 rows would make so few programs that processors idle: each walks all of
+K. The steps of the instruction over K are the same."""
 E4M3_TILES = ((1024, (64, 64, 128, 4, 3)), (None, (64, 128, 128, 4, 3)))
 """The same for weights of bytes. Never 16 rows: that instruction would take them in another order than the others."""
 READ = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
@@ -132,7 +135,8 @@ def tile_of(rows: int, dtype: torch.dtype, columns: int = 1 << 30) -> tuple[int,
     most of the GPU idle."""
     tiles = TILES if dtype == torch.bfloat16 else E4M3_TILES
     if dtype == torch.bfloat16 and columns <= FEW and rows <= 2 * FEW:
-        rows = 1
+        few = triton.cdiv(rows, TILES[0][1][0]) * triton.cdiv(columns, TILES[0][1][1])
+        return FEWER if few < PROGRAMS else TILES[0][1]
     return next(tile for most, tile in tiles if most is None or rows <= most)
 
 

@@ -11,8 +11,20 @@ from unified_models.ops.products import bmm
 from unified_models.ops.rounded import rounded
 from unified_models.ops.scan.grid import TILE, Grid
 from unified_models.ops.sums import running_sum
+from unified_models.weight import Reading
 
-__all__ = ["TILE", "Grid", "scan"]
+__all__ = ["TILE", "Grid", "decay_rates", "scan"]
+
+
+def decay_rates(log_H: Reading) -> Tensor:
+    """a = -e^log [H], float32. Computed once for each version of a weight without a master, not in each step."""
+    if log_H.master is None:
+        return log_H.operand(_decay_rates)  # type: ignore[no-any-return]
+    return -torch.exp(log_H.value)
+
+
+def _decay_rates(log_H: Reading) -> Tensor:
+    return -torch.exp(log_H.dequantized())
 
 
 @operator
